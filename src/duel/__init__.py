@@ -1,0 +1,1 @@
+"""A working memory, and a policy that decides what it forgets."""
