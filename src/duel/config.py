@@ -1,0 +1,269 @@
+"""What a training run is, as one flat dataclass; every field is documented and checked here.
+
+Importing this module must stay cheap (no torch): ``duel --help`` is built from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from .errors import UserError, suggest
+
+MethodName = Literal["simclr", "moco", "simsiam", "byol", "d-simclr", "d-moco"]
+OptimizerName = Literal["adam", "adamw", "sgd", "lars"]
+
+# How a run is carried out and watched; changing it on resume leaves the result what it would have been.
+_FREE = {"free": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. The defaults are for SimCLR on CIFAR-10; `duel.recipes` has whole settings by name."""
+
+    # What to train, on what, for how long ------------------------------------------------------------------
+    method: MethodName = "simclr"
+    """Learning method. The d- forms keep a working memory that forgets duplicates (policy duel)."""
+    data: str = "cifar10"
+    """digits, cifar10, cifar100, stl10, stl10-unlabeled, a folder of images, or a .npz / .npy file."""
+    recipe: str = "standard"
+    """The recipe that set the defaults; kept with the run for the record."""
+    out: str | None = field(default=None, metadata=_FREE)
+    """Run directory; by default runs/<data>-<method>-x<bias>-seed<seed>."""
+    seed: int = 0
+    """Seed of the weights, the stream, the augmentation and the policy."""
+    epochs: float = 200.0
+    """Length of training in passes over the training images; ignored when steps is given."""
+    steps: int | None = None
+    """Length of training in steps (batches)."""
+    batch_size: int = 256
+    """Images per step; each is seen in two augmented views."""
+    source: Literal["stream", "memory"] = "stream"
+    """stream: batches come from the stream. memory: the stream only feeds the memory, batches are drawn from it."""
+
+    # Data --------------------------------------------------------------------------------------------------
+    data_root: str = field(default="data", metadata=_FREE)
+    """Where torchvision keeps its data sets."""
+    download: bool = field(default=False, metadata=_FREE)
+    """Download the data set if it is missing."""
+    image_size: int | None = None
+    """Side in pixels to which images are resized; None keeps the data set's own (folders: 224)."""
+    residency: Literal["auto", "device", "stream"] = field(default="auto", metadata=_FREE)
+    """device: all images live on the device as uint8. stream: decoded by workers as needed. auto: by size."""
+    workers: int | None = field(default=None, metadata=_FREE)
+    """Decoding processes for streamed data; None: one per free core."""
+    bias: float = 1.0
+    """How many times more frequent the most frequent class is than the rarest (>= 1)."""
+    bias_kind: Literal["dominant", "longtail", "weights"] = "dominant"
+    """dominant: one frequent class. longtail: exponential decay from the first class to the last. weights: yours."""
+    bias_class: int = 0
+    """Which class is the frequent one (dominant)."""
+    bias_mode: Literal["draw", "subset"] = "draw"
+    """draw: every item i.i.d., rare classes keep bringing new images. subset: a fixed seeded subset."""
+    weights: tuple[float, ...] = ()
+    """Class weights for bias_kind weights; scaled to sum to 1."""
+    dwell: int = 1
+    """Show every drawn item as this many consecutive, nearly identical frames."""
+    augment: str = "standard"
+    """Augmentation preset: standard (SimCLR's), paper (no crop), digits."""
+
+    # Encoder -----------------------------------------------------------------------------------------------
+    backbone: str = "resnet18"
+    """Any timm name, or convnet: a small one for 8x8 images."""
+    stem: Literal["auto", "small", "full"] = "auto"
+    """small: 3x3 stride 1 and no max-pool (ResNets on small images). auto: small up to 64 pixels."""
+    pretrained: bool = False
+    """Start from timm's pretrained weights."""
+    projection: Literal["linear", "mlp"] = "mlp"
+    """Head between the backbone and the loss."""
+    dim: int = 128
+    """Dimension of the embedding."""
+    hidden: int | None = None
+    """Width of the mlp projection; None: the backbone's feature dimension."""
+
+    # Method ------------------------------------------------------------------------------------------------
+    temperature: float | None = None
+    """Temperature of the contrastive loss; None: the method's own default."""
+    key_momentum: float | None = None
+    """Momentum of the key / target encoder (moco, byol); None: the method's own default."""
+    symmetric: bool | None = None
+    """Use both views as query (moco, simsiam, byol); None: as the original does."""
+    in_batch_negatives: bool = False
+    """moco: the other keys of the batch are negatives too."""
+
+    # Working memory ----------------------------------------------------------------------------------------
+    memory_size: int = 4096
+    """Slots of the working memory (moco, d-simclr, and every method with source memory)."""
+    policy: str | None = None
+    """Who leaves: fifo, duel, reservoir, random, minred, adaptive. None: duel for the d- methods, else fifo."""
+    score: str = "gaussian:0.1"
+    """Collision score of the duel policy: linear, quadratic, gaussian:TAU, exponential:TAU."""
+    admit: Literal["always", "compete"] = "always"
+    """always: every newcomer takes a slot. compete: a newcomer may be the duplicate and be turned away."""
+    refresh: int = 0
+    """Slots re-encoded after each step, stalest first; memory_size re-encodes all."""
+
+    # Optimization ------------------------------------------------------------------------------------------
+    optimizer: OptimizerName = "sgd"
+    """Optimizer. lars leaves biases and norm weights unscaled and undecayed."""
+    lr: float = 0.12
+    """Peak learning rate (the recipes scale it with the batch size)."""
+    momentum: float = 0.9
+    """Momentum of sgd and lars."""
+    weight_decay: float = 5e-4
+    """Weight decay."""
+    warmup: int = 0
+    """Steps of linear warm-up before the cosine."""
+    lr_end: float = 0.0
+    """Learning rate at the end of the cosine, as a share of the peak."""
+    clip: float | None = None
+    """Largest gradient norm; None: no clipping."""
+
+    # Machine -----------------------------------------------------------------------------------------------
+    device: str = field(default="auto", metadata=_FREE)
+    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """auto: bf16 (mixed) on a GPU, fp32 on the CPU."""
+    compile: bool = field(default=False, metadata=_FREE)
+    """Compile the encoder with torch.compile (slow to start, then faster)."""
+
+    # Watching and saving -----------------------------------------------------------------------------------
+    log_every: int = field(default=50, metadata=_FREE)
+    """Steps between log lines; the only time the loss is read from the device."""
+    checkpoint_every: int = field(default=1000, metadata=_FREE)
+    """Steps between checkpoints; one is always written at the end."""
+    keep: int = field(default=2, metadata=_FREE)
+    """How many of the latest checkpoints to keep."""
+    knn_every: int = field(default=1000, metadata=_FREE)
+    """Steps between quick k-NN measurements on the test images (labelled data only); 0: never."""
+    tensorboard: bool = field(default=True, metadata=_FREE)
+    """Write TensorBoard files to the run directory, beside metrics.csv."""
+    wandb: str | None = field(default=None, metadata=_FREE)
+    """Also log to this Weights & Biases project (needs wandb)."""
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            choices = _CHOICES.get(f.name)
+            if choices and getattr(self, f.name) not in choices:
+                raise UserError(suggest(f.name, getattr(self, f.name), choices))
+        for name in ("batch_size", "dwell", "dim", "memory_size", "log_every", "checkpoint_every", "keep"):
+            _at_least(self, name, 1)
+        for name in ("steps", "image_size", "hidden"):
+            if getattr(self, name) is not None:
+                _at_least(self, name, 1)
+        for name in ("seed", "warmup", "refresh", "knn_every", "weight_decay", "bias_class"):
+            _at_least(self, name, 0)
+        for name in ("epochs", "lr", "temperature", "clip"):
+            if getattr(self, name) is not None:
+                _positive(self, name)
+        _at_least(self, "bias", 1)
+        for name in ("momentum", "key_momentum", "lr_end"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise UserError(f"{name} must lie in [0, 1], got {value}")
+        if (self.bias_kind == "weights") != bool(self.weights):
+            raise UserError(
+                f"bias_kind {self.bias_kind!r} with weights {self.weights}: "
+                "bias_kind weights needs weights, one per class, and no other kind takes them"
+            )
+        if any(w < 0 or not math.isfinite(w) for w in self.weights) or (self.weights and not any(self.weights)):
+            raise UserError(f"weights must be >= 0 and not all zero, got {self.weights}")
+        if self.has_memory and self.refresh > self.memory_size:
+            raise UserError(f"refresh must be at most memory_size = {self.memory_size}, got {self.refresh}")
+        if not self.has_memory and (self.refresh or self.policy):
+            raise UserError(
+                f"method {self.method!r} keeps no memory, so policy and refresh do nothing; "
+                "leave them out, use --source memory, or a method with a memory (moco, d-moco, d-simclr)"
+            )
+        if self.source == "memory" and self.batch_size > self.memory_size:
+            raise UserError(
+                f"batch_size {self.batch_size} exceeds memory_size {self.memory_size}: with source memory "
+                "a batch is drawn from the memory without replacement; enlarge memory_size or shrink batch_size"
+            )
+
+    # What the fields imply ---------------------------------------------------------------------------------
+    @property
+    def base_method(self) -> str:
+        """The method class: a d- form is the same class with another memory or policy."""
+        return self.method.removeprefix("d-")
+
+    @property
+    def has_memory(self) -> bool:
+        return self.source == "memory" or self.method in ("moco", "d-moco", "d-simclr")
+
+    @property
+    def memory_policy(self) -> str:
+        return self.policy or ("duel" if self.method.startswith("d-") else "fifo")
+
+    @property
+    def refreshed_slots(self) -> int:
+        """Slots re-encoded per step. A stream-first D-SimCLR memory is re-encoded whole, as in the paper."""
+        if self.method == "d-simclr" and self.source == "stream" and not self.refresh:
+            return self.memory_size
+        return self.refresh
+
+    @property
+    def memory_holds_images(self) -> bool:
+        """Whether slots keep their image, to be drawn as a training batch or to be encoded again."""
+        return self.has_memory and (self.source == "memory" or self.refreshed_slots > 0)
+
+    @property
+    def run_dir(self) -> str:
+        if self.out:
+            return self.out
+        data = self.data.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
+        first = "memory-" if self.source == "memory" else ""
+        return f"runs/{data}-{first}{self.method}-x{self.bias:g}-seed{self.seed}"
+
+    # To and from JSON --------------------------------------------------------------------------------------
+    def as_dict(self) -> dict[str, Any]:
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise UserError(
+                f"unknown setting(s) {', '.join(unknown)} in a saved config; {suggest('setting', unknown[0], known)}"
+            )
+        restored: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**restored)
+
+    def differences(self, other: TrainConfig) -> list[str]:
+        """One line per setting that would change what `self` computes, as it is and as `other` has it."""
+        lines = []
+        for f in dataclasses.fields(self):
+            mine, theirs = getattr(self, f.name), getattr(other, f.name)
+            if mine != theirs and not f.metadata.get("free"):
+                lines.append(f"{f.name}: {mine} -> {theirs}")
+        return lines
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "method": get_args(MethodName),
+    "optimizer": get_args(OptimizerName),
+    "source": ("stream", "memory"),
+    "residency": ("auto", "device", "stream"),
+    "bias_kind": ("dominant", "longtail", "weights"),
+    "bias_mode": ("draw", "subset"),
+    "stem": ("auto", "small", "full"),
+    "projection": ("linear", "mlp"),
+    "admit": ("always", "compete"),
+    "precision": ("auto", "fp32", "bf16"),
+}
+
+
+def _at_least(config: TrainConfig, name: str, least: float) -> None:
+    value = getattr(config, name)
+    if not (math.isfinite(value) and value >= least):
+        raise UserError(f"{name} must be >= {least:g}, got {value}")
+
+
+def _positive(config: TrainConfig, name: str) -> None:
+    value = getattr(config, name)
+    if not (math.isfinite(value) and value > 0):
+        raise UserError(f"{name} must be > 0, got {value}")

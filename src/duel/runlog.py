@@ -1,0 +1,154 @@
+"""What a run says while it runs: metrics.csv, TensorBoard, Weights & Biases, and a bar or lines on the terminal."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from .checkpoint import atomic
+from .errors import UserError
+from .runs import METRICS, TENSORBOARD
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class RunLog:
+    """Use as a context manager. `columns` are the metrics that may occur, in the order of the CSV file.
+
+    `start` is the step a resumed run continues from: later lines of an interrupted attempt are dropped.
+    A full disk costs log lines, not the run: the first failed write is reported and logging to files stops.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        columns: Sequence[str],
+        steps: int,
+        start: int = 0,
+        label: str = "training",
+        tensorboard: bool = True,
+        wandb: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self.columns = ["step", *columns]
+        self.steps, self.start, self.label = steps, start, label
+        self.console = console or Console(stderr=True)
+        self._path = out / METRICS
+        self._files_work = True
+        self._last_line = 0.0
+        self._writer = _tensorboard(out / TENSORBOARD, start) if tensorboard else None
+        self._wandb = _wandb(wandb, out, config or {}) if wandb else None
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if start == 0 or not self._path.exists():
+            self._rewrite([])
+        else:
+            self._rewrite([row for row in read_metrics(out) if row["step"] <= start])
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[metrics]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self.label, total=self.steps, completed=self.start, metrics="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._writer is not None:
+            self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if kind is None else 1)
+
+    def advance(self, step: int) -> None:
+        """Move the bar; called after every step, and cheap."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one line of metrics; `step` counts finished steps."""
+        unknown = set(metrics) - set(self.columns)
+        if unknown:
+            raise KeyError(f"metrics {sorted(unknown)} are not among the columns {self.columns}")
+        shown = "  ".join(f"{_SHORT.get(k, k)} {v:{_FORMAT.get(k, '.3g')}}" for k, v in metrics.items() if k in _SHOWN)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, metrics=shown)
+        elif time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES or step >= self.steps:
+            self.console.print(f"{self.label}: step {step}/{self.steps}  {shown}", highlight=False, soft_wrap=True)
+            self._last_line = time.monotonic()
+        self._to_files(step, metrics)
+        if self._wandb is not None:
+            self._wandb.log(dict(metrics), step=step)
+
+    def say(self, message: str) -> None:
+        """A message for the person watching, above the bar."""
+        self.console.print(message, highlight=False, soft_wrap=True, markup=False)
+
+    def _to_files(self, step: int, metrics: Mapping[str, float]) -> None:
+        if not self._files_work:
+            return
+        try:
+            with self._path.open("a", newline="") as file:
+                csv.DictWriter(file, self.columns).writerow({"step": step, **metrics})
+            if self._writer is not None:
+                for name, value in metrics.items():
+                    self._writer.add_scalar(name, value, step)
+        except OSError as error:
+            self._files_work = False
+            self.say(f"warning: cannot write {self._path} ({error.strerror or error}); training goes on without logs")
+
+    def _rewrite(self, rows: Sequence[Mapping[str, float]]) -> None:
+        try:
+            with atomic(self._path) as partial, partial.open("w", newline="") as file:
+                writer = csv.DictWriter(file, self.columns, extrasaction="ignore", restval="")
+                writer.writeheader()
+                writer.writerows(rows)
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror or error}") from error
+
+
+_SHOWN = ("loss", "lr", "steps_per_s", "knn", "memory_largest")
+_SHORT = {"steps_per_s": "steps/s", "memory_largest": "largest class in memory"}
+_FORMAT = {"loss": ".4f", "lr": ".2g", "steps_per_s": ".1f", "knn": ".1%", "memory_largest": ".0%"}
+
+
+def read_metrics(run: Path) -> list[dict[str, float]]:
+    """The lines of metrics.csv as numbers; what a line does not have is left out of it."""
+    with (run / METRICS).open(newline="") as file:
+        return [{k: float(v) for k, v in row.items() if k and v} for row in csv.DictReader(file)]
+
+
+def _tensorboard(folder: Path, start: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            "tensorboard is not installed; install duel-ssl[train], or train with --no-tensorboard"
+        ) from error
+    return SummaryWriter(folder, purge_step=start or None)  # type: ignore[no-untyped-call]
+
+
+def _wandb(project: str, out: Path, config: Mapping[str, Any]) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(f"wandb {project!r} was asked for, but wandb is not installed; pip install wandb") from error
+    return wandb.init(project=project, name=out.name, dir=str(out), config=dict(config), resume="allow", id=out.name)

@@ -1,0 +1,148 @@
+"""A run directory: what is in it, who may write to it, and where its result came from.
+
+config.json  the TrainConfig           checkpoints/  step-NNNNNNNNN.pt, the latest few
+run.json     versions, hardware, commit metrics.csv   one line per log interval; tensorboard/ holds the same
+subset.npy   ids kept by bias_mode subset            evaluation.json  what `duel evaluate` measured
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import atomic
+from .config import TrainConfig
+from .errors import UserError
+
+CONFIG, META, METRICS, SUBSET, EVALUATION = "config.json", "run.json", "metrics.csv", "subset.npy", "evaluation.json"
+CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+_OURS = (CONFIG, META, METRICS, SUBSET, EVALUATION, CHECKPOINTS, TENSORBOARD, "features")
+
+
+def check_out(config: TrainConfig, *, resume: bool = False, overwrite: bool = False) -> Path:
+    """The directory of this run, if it may be written: never mixes two runs, never touches foreign files.
+
+    Nothing is written yet, so that a run that fails to start (no data, no GPU) leaves no trace.
+    """
+    if resume and overwrite:
+        raise UserError("resume and overwrite were both given: resume continues the run, overwrite deletes it")
+    out = Path(config.run_dir)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out {out} is a file; give a directory")
+    if resume:
+        changed = load_config(out).differences(config)
+        if changed:
+            raise UserError(
+                f"{out} was started with other settings (there -> now):\n  "
+                + "\n  ".join(changed)
+                + "\nResume with the settings it was started with, or train in another directory (--out)"
+            )
+    elif out.is_dir() and any(out.iterdir()):
+        if not (out / CONFIG).exists():
+            raise UserError(f"out {out} holds files that are not a duel run; give an empty or new directory")
+        if not overwrite:
+            raise UserError(
+                f"{out} already holds a run; continue it with --resume, replace it with --overwrite, "
+                "or choose another directory with --out"
+            )
+    return out
+
+
+def prepare(out: Path, config: TrainConfig, *, overwrite: bool) -> None:
+    """Make the directory (emptied of an earlier run if `overwrite`) and write the config into it."""
+    try:
+        if overwrite:
+            _clear(out)
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / CONFIG, config.as_dict())
+    except OSError as error:
+        raise UserError(f"cannot write to out {out}: {error.strerror or error}; give another with --out") from error
+
+
+def load_config(run: Path) -> TrainConfig:
+    path = run / CONFIG
+    if not path.is_file():
+        raise UserError(f"{run} is not a run directory: it has no {CONFIG}. `duel train --out {run}` makes one")
+    try:
+        values = json.loads(path.read_text())
+        return TrainConfig.from_dict(values)
+    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read as a config ({error}); restore it or start again") from error
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    with atomic(path) as partial:
+        partial.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def read_meta(run: Path) -> dict[str, Any]:
+    path = run / META
+    meta: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return meta
+
+
+def describe(device: Any) -> dict[str, Any]:
+    """Where a result comes from: versions, commit, hardware and command. `device` is a torch.device."""
+    import torch
+
+    hardware: dict[str, Any] = {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        hardware |= {"gpu": properties.name, "gpu_memory_gb": round(properties.total_memory / 2**30, 1)}
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["duel", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "duel" else None,
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **_versions()},
+        "hardware": hardware,
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in ("duel-ssl", "torch", "torchvision", "timm", "lightning", "numpy", "triton"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _commit() -> str | None:
+    """Commit of the checkout this package is imported from, with "+" if it has uncommitted changes."""
+    here = Path(__file__).parent
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", __file__)  # an installed copy inside somebody else's repository has none
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno", "--", str(here)) else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _clear(run: Path) -> None:
+    """Delete the files of a run and nothing else."""
+    for name in _OURS:
+        path = run / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
