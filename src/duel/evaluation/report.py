@@ -1,0 +1,73 @@
+"""An evaluation's result as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+_RATES = {
+    "top1_test_to_test": "Top-1, test to test",
+    "top1_test_to_train": "Top-1, test to train",
+    "top10_test_to_test": "Top-10, test to test",
+    "top10_test_to_train": "Top-10, test to train",
+    "knn": "weighted k-NN",
+    "probe": "linear probe",
+    "few_shot": "few-shot nearest centroid",
+}
+_NUMBERS = {
+    "intra_class_cosine": "intra-class cosine",
+    "inter_class_cosine": "inter-class cosine",
+    "etf_distance": "distance to the simplex ETF",
+    "effective_rank": "effective rank",
+}
+
+
+def table(result: dict[str, Any], *, title: str = "Evaluation") -> Table:
+    """The result of `evaluate` as a rich table; rates in per cent."""
+    made = Table(title=title, title_justify="left")
+    made.add_column("measure")
+    made.add_column("value", justify="right")
+    made.add_column("balanced", justify="right")
+    made.add_column("BatchNorm as trained", justify="right")
+    used = {"knn": f" (k {result['used']['k']})", "few_shot": f" ({result['used']['shots']} per class)"}
+    for name, words in _RATES.items():
+        if name in result:
+            others = (result["balanced_accuracy"].get(name), result["without_reestimation"].get(name))
+            made.add_row(words + used.get(name, ""), *(_percent(value) for value in (result[name], *others)))
+    made.add_section()
+    for name, words in _NUMBERS.items():
+        made.add_row(words, "" if result[name] is None else f"{result[name]:.3f}", "", "")
+    if result["probe_diverged"]:
+        made.caption = "The linear probe diverged: lower probe_lr, or look at the scale of the features."
+    return made
+
+
+def class_table(result: dict[str, Any], *, title: str = "Accuracy by class") -> Table:
+    """Per-class accuracy in per cent, one row a class."""
+    kinds = result["per_class"]
+    made = Table(title=title, title_justify="left")
+    made.add_column("class")
+    for kind in kinds:
+        made.add_column(_RATES[kind], justify="right")
+    for name in next(iter(kinds.values())):
+        made.add_row(name, *(_percent(rates[name]) for rates in kinds.values()))
+    return made
+
+
+def save(result: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write the result as JSON, whole or not at all."""
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.2f} %"
