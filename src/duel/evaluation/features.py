@@ -6,7 +6,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +35,12 @@ class _Batches(torch.utils.data.Dataset[Tensor]):
         return len(self.ids)
 
     def __getitem__(self, position: int) -> Tensor:
-        images: Tensor = self.source.images(self.ids[position])
-        return images
+        return self.source.images(self.ids[position])
 
 
 def image_batches(source: Source, ids: Sequence[Tensor], *, device: torch.device, workers: int = 0) -> Iterator[Tensor]:
     """The images of each of `ids` (each int64 (b,), on the host) as uint8 (b, c, h, w) on `device`."""
-    if workers:
+    if workers and not getattr(source, "resident", False):  # what is in memory needs no decoding
         # A generator of its own: a DataLoader otherwise draws its workers' seed from the global one, and training
         # that evaluates on the way would no longer be the training that does not.
         loader = torch.utils.data.DataLoader(
@@ -54,9 +53,8 @@ def image_batches(source: Source, ids: Sequence[Tensor], *, device: torch.device
         for images in loader:
             yield images.to(device, non_blocking=True)
         return
-    home = getattr(source, "device", torch.device("cpu"))
     for chosen in ids:
-        yield source.images(chosen.to(home)).to(device)
+        yield source.images(chosen.to(device))
 
 
 def extract(
@@ -193,9 +191,8 @@ def fingerprint(*parts: Any) -> str:
 def describe_source(source: Source) -> tuple[Any, ...]:
     """What tells one source from another, for `fingerprint`: name, size, labels and 16 of its images."""
     sample = torch.linspace(0, len(source) - 1, 16).long()
-    home = getattr(source, "device", torch.device("cpu"))
     labels = "unlabelled" if source.labels is None else fingerprint(source.labels)
-    return source.name, len(source), source.shape, labels, fingerprint(source.images(sample.to(home)))
+    return source.name, len(source), source.shape, labels, fingerprint(source.images(sample))
 
 
 class FeatureCache:
@@ -207,15 +204,14 @@ class FeatureCache:
     def get(self, name: str, key: str, compute: Callable[[], Tensor], *, device: torch.device) -> Tensor:
         """The features (n, f) stored under `name` if their key is `key`; otherwise computed, and stored."""
         path = self.folder / f"{name}.pt"
-        try:
-            stored = torch.load(path, map_location=device, weights_only=True)
-            if stored["key"] == key:
-                features: Tensor = stored["features"]
-                return features
-        except FileNotFoundError:
-            pass
-        except Exception as error:  # torn or foreign file: whatever is wrong with it, computing again mends it
-            warnings.warn(f"{path} is unreadable and will be written anew ({error})", stacklevel=2)
+        if path.is_file():
+            try:
+                stored = torch.load(path, map_location=device, weights_only=True)
+                if stored["key"] == key:
+                    features: Tensor = stored["features"]
+                    return features
+            except Exception as error:  # torn or foreign file: whatever is wrong with it, computing again mends it
+                warnings.warn(f"{path} is unreadable and will be written anew ({error})", stacklevel=2)
         features = compute()
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
@@ -223,6 +219,7 @@ class FeatureCache:
             torch.save({"key": key, "features": features.cpu()}, partial)
             partial.replace(path)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
             warnings.warn(f"features are not cached: {path} could not be written ({error})", stacklevel=2)
         return features

@@ -1,0 +1,215 @@
+"""The whole evaluation on a stand-in source: what it holds, that it is repeatable and leaves no trace."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import nn
+
+from duel.errors import UserError
+from duel.evaluation import EvaluationSettings, class_table, evaluate, online_knn, save, table
+from duel.evaluation.knn import topk, weighted_knn
+from duel.evaluation.probe import linear_probe
+
+STATS = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25), "device": "cpu"}
+QUICK = EvaluationSettings(batch_size=64, probe_epochs=20, probe_lr=0.05, shot_repeats=5)
+
+
+class Blobs:
+    """A stand-in source: each class is a fixed pattern under noise."""
+
+    shape, skipped = (3, 4, 4), ()
+
+    def __init__(self, n, seed, name="blobs", classes=4):
+        generator = torch.Generator().manual_seed(seed)
+        patterns = torch.randint(60, 190, (classes, *self.shape), generator=torch.Generator().manual_seed(9))
+        self.name, self.labels = name, torch.arange(n) % classes
+        self.classes = tuple(f"blob {c}" for c in range(classes))
+        noise = 45 * torch.randn(n, *self.shape, generator=generator)
+        self.data = (patterns[self.labels] + noise).clamp(0, 255).to(torch.uint8)
+
+    def __len__(self):
+        return len(self.data)
+
+    def images(self, ids):
+        return self.data[ids.cpu()].to(ids.device)
+
+
+class Encoder(nn.Module):
+    def __init__(self, norm=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 2), nn.BatchNorm2d(8) if norm else nn.Identity(), nn.ReLU(), nn.Flatten()
+        )
+        self.projection = nn.Linear(72, 2)
+        self.encoded = 0
+
+    def features(self, x):
+        self.encoded += len(x)
+        return self.body(x)
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return Blobs(240, 1), Blobs(90, 2)
+
+
+@pytest.fixture(scope="module")
+def result(sources):
+    encoder = Encoder()
+    encoder.body[1].running_mean += 3  # statistics of some other data, which re-estimation mends
+    return evaluate(encoder, *sources, settings=QUICK, **STATS)
+
+
+def test_every_measure_is_there_and_json_can_hold_it(result, tmp_path):
+    save(result, tmp_path / "evaluation.json")
+    read = json.loads((tmp_path / "evaluation.json").read_text())
+    assert read == result
+    rates = ["knn", "probe", "few_shot", *(f"top{k}_test_to_{where}" for k in (1, 10) for where in ("test", "train"))]
+    assert all(0.25 < read[name] <= 1 for name in rates)
+    assert set(read["without_reestimation"]) == {"top1_test_to_test", "top1_test_to_train", "knn", "probe"}
+    assert read["without_reestimation"]["knn"] < read["knn"]
+    assert set(read["per_class"]["probe"]) == {"blob 0", "blob 1", "blob 2", "blob 3"}
+    assert set(read["balanced_accuracy"]) == {"knn", "probe"}
+    assert -1 <= read["inter_class_cosine"] < read["intra_class_cosine"] <= 1
+    assert 1 < read["effective_rank"] < 72
+    assert read["protocol"]["settings"]["probe_epochs"] == 20
+    words = " ".join(str(value) for value in read["protocol"].values())
+    for said in (
+        "before the projection",
+        "re-estimated",
+        "last step",
+        "test set without the image itself",
+        "last epoch",
+    ):
+        assert said in words
+
+
+def test_figures_are_those_of_the_parts(sources, result):
+    """The same measures put together by hand from features taken with hand-made statistics."""
+    encoder, (train, test) = Encoder().eval(), sources
+    x = [(source.data.float() / 255 - 0.5) / 0.25 for source in sources]
+    convolved = encoder.body[0](x[0])
+    # one batch's mean is the mean over all images; its variance, averaged over batches, differs a little
+    encoder.body[1].running_mean.copy_(convolved.mean((0, 2, 3)).detach())
+    encoder.body[1].running_var.copy_(convolved.var((0, 2, 3)).detach())
+    with torch.no_grad():
+        train_x, test_x = (encoder.features(part) for part in x)
+    y, test_y = train.labels, test.labels
+    near = 0.03  # three of ninety images
+    assert result["top1_test_to_test"] == pytest.approx(
+        topk(test_x, test_x, test_y, test_y, (1,), exclude_self=True)["top1"], abs=near
+    )
+    assert result["top1_test_to_train"] == pytest.approx(topk(test_x, train_x, test_y, y, (1,))["top1"], abs=near)
+    assert result["knn"] == pytest.approx(weighted_knn(test_x, train_x, test_y, y, k=200)["accuracy"], abs=near)
+    probe = linear_probe(train_x, y, test_x, test_y, epochs=20, lr=0.05)
+    assert result["probe"] == pytest.approx(probe["accuracy"], abs=near)
+
+
+def test_the_encoder_is_left_as_it_was(sources):
+    encoder = Encoder()
+    encoder.body[0].eval()
+    before = {name: value.clone() for name, value in encoder.state_dict().items()}
+    random = torch.get_rng_state()
+    evaluate(encoder, *sources, settings=QUICK, **STATS)
+    online_knn(encoder, *sources, settings=QUICK, **STATS)
+    assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
+    assert encoder.training
+    assert encoder.body[1].training
+    assert not encoder.body[0].training
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_repeated_and_cached_evaluations_agree(sources, tmp_path):
+    encoder = Encoder()
+    first = evaluate(encoder, *sources, settings=QUICK, cache=tmp_path, **STATS)
+    encoded = encoder.encoded
+    again = evaluate(encoder, *sources, settings=QUICK, cache=tmp_path, **STATS)
+    assert encoder.encoded - encoded <= 240  # BatchNorm's images at most; no features
+    assert {**first, "seconds": 0} == {**again, "seconds": 0}
+    with torch.no_grad():
+        encoder.body[0].weight.mul_(-1)
+    other = evaluate(encoder, *sources, settings=QUICK, cache=tmp_path, **STATS)
+    assert other["intra_class_cosine"] != first["intra_class_cosine"]
+
+
+def test_an_encoder_without_batchnorm(sources):
+    found = evaluate(Encoder(norm=False), *sources, settings=QUICK, **STATS)
+    assert found["without_reestimation"] == {name: found[name] for name in found["without_reestimation"]}
+    assert "no BatchNorm" in found["protocol"]["batchnorm"]
+
+
+def test_small_sets_use_the_neighbours_they_have():
+    found = evaluate(Encoder(), Blobs(40, 1), Blobs(8, 2), settings=QUICK, **STATS)
+    assert found["used"] == {"k": 40, "shots": 5}
+    assert "top10_test_to_test" not in found
+    json.dumps(found, allow_nan=False)
+    table(found)
+
+
+def test_online_knn_is_the_weighted_knn_of_the_encoder_as_it_is(sources):
+    encoder = Encoder()
+    found = online_knn(encoder, *sources, settings=QUICK, **STATS)
+    encoder.eval()
+    with torch.no_grad():
+        train_x, test_x = (encoder.features((source.data.float() / 255 - 0.5) / 0.25) for source in sources)
+    # 88 of the 90 test images would be balanced exactly; two classes have one more
+    expected = weighted_knn(test_x, train_x, sources[1].labels, sources[0].labels, k=200)["accuracy"]
+    assert found == pytest.approx(expected, abs=0.03)
+    assert 0.25 < online_knn(encoder, *sources, train_images=40, test_images=20, settings=QUICK, **STATS) <= 1
+
+
+def test_tables_show_per_cent(result):
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table(result), class_table(result))
+    text = console.export_text()
+    assert f"{100 * result['probe']:.2f} %" in text
+    assert "k 200" in text
+    assert "5 per class" in text
+    assert "blob 3" in text
+
+
+def test_progress_can_join_a_display_that_is_shown(sources):
+    with Progress(disable=True) as shown:
+        task = shown.add_task("training")
+        evaluate(Encoder(), *sources, settings=QUICK, progress=shown, **STATS)
+        assert shown.task_ids == [task]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda train, test: setattr(train, "labels", None), "train source 'blobs' has no labels"),
+        (lambda train, test: setattr(test, "classes", ("a", "b", "c", "d")), "same classes"),
+        (lambda train, test: test.labels.fill_(7), "test labels must be >= 0 and < 4"),
+    ],
+)
+def test_sources_that_cannot_be_measured_are_refused(change, words):
+    train, test = Blobs(40, 1), Blobs(20, 2)
+    change(train, test)
+    with pytest.raises(UserError, match=words):
+        evaluate(Encoder(), train, test, settings=QUICK, **STATS)
+
+
+def test_encoder_without_features_is_refused(sources):
+    with pytest.raises(UserError, match=r"features\(images\), got Linear"):
+        evaluate(nn.Linear(2, 2), *sources, settings=QUICK, **STATS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("batch_size", 0), ("neighbours", 0), ("temperature", 0.0), ("probe_momentum", 1.0), ("probe_weight_decay", -1.0)],
+)
+def test_settings_are_checked(field, value):
+    with pytest.raises(UserError, match=f"{field} must be .*got {value}"):
+        EvaluationSettings(**{field: value})
+
+
+def test_settings_do_not_import_torch():
+    code = "import sys, duel.evaluation.settings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
