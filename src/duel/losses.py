@@ -1,0 +1,111 @@
+"""What is minimised: InfoNCE and NT-Xent against a memory, and the cosine loss without negatives.
+
+Pure functions of embeddings. All of them normalise their inputs and compute in float32 even under autocast (a bf16
+logit at temperature 0.1 is off by up to 0.04), read nothing back to the host and are safe inside a CUDA graph.
+`blocked` marks pairs that must not be negatives: an item is never its own negative.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """Rows scaled to unit length, float32: (n, d) -> (n, d)."""
+    return F.normalize(vectors.float(), dim=-1)
+
+
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    negatives: Tensor,
+    *,
+    temperature: float,
+    blocked: Tensor | None = None,
+    in_batch: bool = False,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """InfoNCE, the loss of MoCo: each query against its own key and the negatives.
+
+    Args:
+        query: (b, d); receives the gradient.
+        key: (b, d), the positives; no gradient.
+        negatives: (n, d), the memory; no gradient. n may be 0 if `in_batch`.
+        temperature: > 0; divides the cosines.
+        blocked: bool (b, n); True where negative j is not to be used for query i.
+        in_batch: the other keys of the batch are negatives too.
+        ids: int64 (b,); with `in_batch`, items of the same id are not negatives of one another.
+
+    Returns:
+        The mean over the batch, a float32 scalar.
+    """
+    with torch.autocast(query.device.type, enabled=False):
+        query, key = unit(query), unit(key.detach())
+        positive = (query * key).sum(dim=1, keepdim=True)  # (b, 1)
+        columns = [positive, _against(query, negatives, blocked)]
+        if in_batch:
+            same = _same_item(query.shape[0], query.device, ids)  # its own key is the positive already
+            columns.append((query @ key.T).masked_fill(same, -torch.inf))
+        return _mean_loss(torch.cat(columns, dim=1), positive, temperature)
+
+
+def nt_xent(
+    z1: Tensor,
+    z2: Tensor,
+    *,
+    temperature: float,
+    negatives: Tensor | None = None,
+    blocked: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """NT-Xent, the loss of SimCLR: each of 2b views against the other view of its item and all remaining views.
+
+    Args:
+        z1, z2: (b, d), the two views of the same items in the same order; both receive the gradient.
+        temperature: > 0; divides the cosines.
+        negatives: (n, d), further negatives of every row, from a memory; no gradient.
+        blocked: bool (b, n); True where negative j is not to be used for item i (both of its views).
+        ids: int64 (b,); items of the same id (drawn twice into one batch) are not negatives of one another.
+
+    Returns:
+        The mean over the 2b views, a float32 scalar.
+    """
+    with torch.autocast(z1.device.type, enabled=False):
+        b = z1.shape[0]
+        z = unit(torch.cat([z1, z2]))  # (2b, d)
+        cosines = z @ z.T
+        positive = torch.cat([cosines.diagonal(b), cosines.diagonal(-b)]).unsqueeze(1)  # (2b, 1)
+        same = _same_item(b, z.device, ids).repeat(2, 2)  # itself, and the positive, which has its own column
+        columns = [positive, cosines.masked_fill(same, -torch.inf)]
+        if negatives is not None:
+            columns.append(_against(z, negatives, None if blocked is None else blocked.repeat(2, 1)))
+        return _mean_loss(torch.cat(columns, dim=1), positive, temperature)
+
+
+def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
+    """Minus the mean cosine of prediction (b, d) and target (b, d): SimSiam's D(p, z). No gradient to the target.
+
+    BYOL's squared distance of unit vectors is 2 + 2 x this: the same minimum and direction.
+    """
+    with torch.autocast(prediction.device.type, enabled=False):
+        return -(unit(prediction) * unit(target.detach())).sum(dim=1).mean()
+
+
+def _against(rows: Tensor, negatives: Tensor, blocked: Tensor | None) -> Tensor:
+    """Cosines of unit rows (m, d) with the negatives (n, d); -inf where blocked."""
+    cosines = rows @ unit(negatives.detach()).T
+    return cosines if blocked is None else cosines.masked_fill(blocked, -torch.inf)
+
+
+def _same_item(b: int, device: torch.device, ids: Tensor | None) -> Tensor:
+    """bool (b, b): True where two places in the batch hold the same item."""
+    if ids is None:
+        return torch.eye(b, dtype=torch.bool, device=device)
+    return ids.unsqueeze(1) == ids.unsqueeze(0)
+
+
+def _mean_loss(cosines: Tensor, positive: Tensor, temperature: float) -> Tensor:
+    """-log softmax of the positive among all columns, averaged over rows."""
+    return (torch.logsumexp(cosines / temperature, dim=1) - positive.squeeze(1) / temperature).mean()

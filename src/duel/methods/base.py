@@ -1,0 +1,163 @@
+"""What every method is: an encoder, a loss over two views, and what happens after the optimizer's step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..encoders import Encoder, Norm
+from ..errors import UserError
+from ..losses import unit
+
+
+class NegativeSource(Protocol):
+    """The part of `WorkingMemory` that a method reads."""
+
+    def negatives(self, *, exclude_ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Embeddings (n, d), and bool (b, n) or None: True where slot j holds item i itself."""
+        ...
+
+
+class StepOutput(NamedTuple):
+    """What one forward gives the trainer."""
+
+    loss: Tensor  # scalar float32
+    embeddings: Tensor  # (b, d) float32, unit rows, no gradient: what the memory is updated with
+
+
+class Method(nn.Module, ABC):
+    """A self-supervised method. Subclasses define `forward`; those with a momentum copy also `after_step`.
+
+    Nothing here synchronises with the host, so a whole step can be captured as a CUDA graph.
+
+    Attributes:
+        uses_memory: whether the loss needs one.
+        projection_norm: where the original has BatchNorm in an MLP projection (`duel.encoder(norm=...)`).
+        encoder: what is trained, evaluated and exported.
+        memory: where negatives come from. Deliberately not a submodule: DDP would overwrite every rank's memory with
+            the first one's, and the trainer saves it separately.
+    """
+
+    uses_memory: ClassVar[bool] = False
+    projection_norm: ClassVar[Norm] = "all"
+    encoder: Encoder
+    memory: NegativeSource | None
+
+    def __init__(self, encoder: Encoder, *, memory: NegativeSource | None = None, joint: bool = False) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.memory = memory
+        # Two views may share one forward pass if nothing mixes the images of a batch.
+        self.joint = joint or not _has_batchnorm(encoder)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "memory":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @abstractmethod
+    def forward(self, view1: Tensor, view2: Tensor, ids: Tensor | None = None) -> StepOutput:
+        """The loss of two views (b, c, h, w) of the same items; ids int64 (b,) tell which items these are."""
+
+    def after_step(self, progress: Tensor | float) -> None:
+        """Called after the optimizer's step; progress in 0..1, a 0-dim tensor on the device inside a CUDA graph."""
+
+    @property
+    def memory_encoder(self) -> Encoder:
+        """The encoder whose embeddings the memory holds."""
+        return self.encoder
+
+    @torch.no_grad()
+    def embed(self, images: Tensor) -> Tensor:
+        """Embeddings for the memory: (b, c, h, w) -> (b, d), unit rows.
+
+        BatchNorm uses its running statistics and leaves them alone, so that an item's embedding depends on the encoder
+        and the item, not on its batch.
+        """
+        with evaluating(self.memory_encoder):
+            return unit(self.memory_encoder(images))
+
+    def trainable_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters the optimizer gets: momentum copies and frozen ones left out."""
+        return (parameter for parameter in self.parameters() if parameter.requires_grad)
+
+    def parameter_groups(self, weight_decay: float, *, decay_norm_and_bias: bool = True) -> list[dict[str, Any]]:
+        """Groups for an optimizer.
+
+        MoCo v2 and SimSiam decay everything; SimCLR and BYOL leave out biases and the weights of norms, that is,
+        everything with fewer than two dimensions.
+        """
+        parameters = list(self.trainable_parameters())
+        if decay_norm_and_bias:
+            return [{"params": parameters, "weight_decay": weight_decay}]
+        return [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+
+    def _both(self, network: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """`network` of both views: in one pass if `joint`, otherwise each with BatchNorm statistics of its own."""
+        if self.joint:
+            one, two = network(torch.cat([first, second])).chunk(2)
+            return one, two
+        return network(first), network(second)
+
+
+def momentum_copy(encoder: Encoder) -> Encoder:
+    """A copy that no gradient reaches; `follow` moves it towards the original."""
+    return copy.deepcopy(encoder).requires_grad_(False)
+
+
+@torch.no_grad()
+def follow(target: nn.Module, source: nn.Module, rate: Tensor | float) -> None:
+    """target += rate * (source - target), parameters only; rate = 1 - momentum.
+
+    BatchNorm's buffers are not copied: the target sees every batch itself, in training mode as in MoCo and BYOL, and
+    so keeps running statistics that fit its own, slower, weights.
+    """
+    targets: list[Tensor] = list(target.parameters())
+    sources: list[Tensor] = list(source.parameters())
+    if isinstance(rate, Tensor):  # a number on the device: lerp would read it back
+        steps = torch._foreach_sub(sources, targets)
+        torch._foreach_mul_(steps, rate)
+        torch._foreach_add_(targets, steps)
+    else:
+        torch._foreach_lerp_(targets, sources, rate)
+
+
+def cosine_rate(momentum: float, progress: Tensor | float) -> Tensor | float:
+    """1 - momentum for a momentum that rises to 1: (1 - m) (cos(pi k / K) + 1) / 2 (BYOL, section 3.3)."""
+    if isinstance(progress, Tensor):
+        return (torch.cos(progress * math.pi) + 1) * ((1 - momentum) / 2)
+    return (1 - momentum) * (math.cos(math.pi * progress) + 1) / 2
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """`module` in evaluation mode inside the block; every submodule back in its own mode after it."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def check_range(name: str, value: float, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Raises unless low <= value <= high (low < value if `open_low`)."""
+    if not (low < value if open_low else low <= value) or not value <= high:
+        upper = "" if math.isinf(high) else f" and <= {high:g}"
+        raise UserError(f"{name} must be {'>' if open_low else '>='} {low:g}{upper}, got {value}")
+
+
+def _has_batchnorm(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())

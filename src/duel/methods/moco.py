@@ -1,0 +1,163 @@
+"""MoCo v2: match the key that a slowly moving copy makes of the other view, against a memory of earlier keys.
+
+BatchNorm leaks in MoCo: query and key of an item are normalised together with the same other images, negatives with
+others, so the statistics betray which key is the positive. The original normalises in small groups (one per device)
+and shuffles the keys among them. `batchnorm_groups` does the same on one device. 1, the default, leaves the whole
+batch as one group: the leak is then weak, being shared by all b queries and averaged over b images, but not nil.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..encoders import Encoder
+from ..errors import UserError
+from ..losses import info_nce, unit
+from .base import Method, NegativeSource, StepOutput, check_range, follow, momentum_copy
+
+
+class MoCo(Method):
+    """He et al. 2020, Chen et al. 2020b. Plain MoCo with a FIFO memory; D-MoCo is the same with a DUEL policy.
+
+    Args:
+        memory: holds the keys; filled before the first step. May be left out if `in_batch_negatives`.
+        temperature: 0.2 is MoCo v2's.
+        momentum: of the key encoder. 0.99 suits small data sets; MoCo v2 has 0.999 on ImageNet.
+        symmetric: each view is query once and key once (twice the encoding); the original is not symmetric.
+        in_batch_negatives: the other keys of the batch are negatives too.
+        batchnorm_groups: how many groups of the batch BatchNorm normalises separately; keys are dealt out anew among
+            them. 8 imitates the original's eight devices.
+    """
+
+    uses_memory = True
+    projection_norm = "none"
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        memory: NegativeSource | None = None,
+        temperature: float = 0.2,
+        momentum: float = 0.99,
+        symmetric: bool = False,
+        in_batch_negatives: bool = False,
+        batchnorm_groups: int = 1,
+    ) -> None:
+        check_range("temperature", temperature, 0, open_low=True)
+        check_range("momentum", momentum, 0, 1)
+        check_range("batchnorm_groups", batchnorm_groups, 1)
+        super().__init__(encoder, memory=memory)
+        self.temperature = temperature
+        self.momentum = momentum
+        self.symmetric = symmetric
+        self.in_batch_negatives = in_batch_negatives
+        self.groups = batchnorm_groups
+        if batchnorm_groups > 1:
+            split_batchnorm(encoder, batchnorm_groups)
+        self.key_encoder = momentum_copy(encoder)
+
+    @property
+    def memory_encoder(self) -> Encoder:
+        return self.key_encoder
+
+    def forward(self, view1: Tensor, view2: Tensor, ids: Tensor | None = None) -> StepOutput:
+        if view1.shape[0] % self.groups:
+            raise UserError(f"the batch size must be a multiple of batchnorm_groups {self.groups}, got {len(view1)}")
+        negatives, blocked = self._negatives(ids, like=view1)
+
+        def loss(query: Tensor, key: Tensor) -> Tensor:
+            return info_nce(
+                query,
+                key,
+                negatives,
+                temperature=self.temperature,
+                blocked=blocked,
+                in_batch=self.in_batch_negatives,
+                ids=ids,
+            )
+
+        if not self.symmetric:
+            query = self.encoder(view1)
+            with torch.no_grad():
+                key = self._keys(view2)
+            return StepOutput(loss(query, key), unit(key))
+        q1, q2 = self._both(self.encoder, view1, view2)
+        with torch.no_grad():
+            k1, k2 = self._both(self._keys, view1, view2)
+        # One key per item goes to the memory, so that a slot is an item.
+        return StepOutput(0.5 * (loss(q1, k2) + loss(q2, k1)), unit(k2))
+
+    def after_step(self, progress: Tensor | float) -> None:
+        follow(self.key_encoder, self.encoder, 1 - self.momentum)
+
+    def _keys(self, images: Tensor) -> Tensor:
+        """Keys of images (b, c, h, w): (b, d).
+
+        Dealing like cards spreads each of the queries' groups evenly over the keys' groups. A fixed order will do:
+        the batch itself comes in random order.
+        """
+        if self.groups == 1:
+            return cast(Tensor, self.key_encoder(images))
+        each = images.shape[0] // self.groups
+        dealt = images.view(self.groups, each, *images.shape[1:]).transpose(0, 1).flatten(0, 1)
+        keys: Tensor = self.key_encoder(dealt)
+        return keys.view(each, self.groups, -1).transpose(0, 1).flatten(0, 1)
+
+    def _negatives(self, ids: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.memory is not None:
+            negatives, blocked = self.memory.negatives(exclude_ids=ids)
+        else:
+            negatives, blocked = like.new_empty((0, self.encoder.dim)), None
+        if negatives.shape[0] == 0 and not self.in_batch_negatives:
+            raise UserError(
+                "MoCo has no negatives: its memory is missing or empty. Give a memory and fill it "
+                "(memory.update(method.embed(images), id=ids)), or set in_batch_negatives=True."
+            )
+        return negatives, blocked
+
+
+class SplitBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm that, in training, normalises each of `groups` equal parts of the batch by itself.
+
+    Parameters and buffers are BatchNorm's, so checkpoints fit either. Running statistics move once per batch, towards
+    the mean of the groups' statistics. With momentum None (re-estimation) it is plain BatchNorm.
+    """
+
+    groups: int = 1
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass  # any (b, c, ...)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.momentum is None or not self.track_running_stats:
+            return super().forward(input)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        share = self.momentum / self.groups
+        parts = []
+        for i, part in enumerate(input.chunk(self.groups)):
+            # Later parts overwrite earlier ones a little; this factor gives each the same share in the end.
+            factor = share / (1 - share * (self.groups - 1 - i))
+            parts.append(
+                F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, True, factor, self.eps)
+            )
+        return torch.cat(parts)
+
+
+def split_batchnorm(module: nn.Module, groups: int) -> None:
+    """Replaces every BatchNorm inside `module` by a `SplitBatchNorm` with the same parameters and buffers."""
+    for name, child in module.named_children():
+        if type(child) is nn.BatchNorm1d or type(child) is nn.BatchNorm2d:
+            split = SplitBatchNorm(child.num_features, child.eps, child.momentum, child.affine)
+            split._parameters, split._buffers = child._parameters, child._buffers
+            split.groups = groups
+            setattr(module, name, split.train(child.training))
+        elif isinstance(child, nn.modules.batchnorm._BatchNorm) and not isinstance(child, SplitBatchNorm):
+            kind = type(child).__name__
+            raise UserError(f"batchnorm_groups must be 1 for this backbone (its {kind} cannot be split), got {groups}")
+        else:
+            split_batchnorm(child, groups)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from duel.encoders import backbone, encoder, mlp, resolve
+from duel.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "features"),
+    [("convnet", 8, 128), ("resnet18", 32, 512), ("vit_tiny_patch16_224", 32, 192), ("convnext_atto", 32, 320)],
+)
+def test_encoders_run_and_learn(name: str, size: int, features: int) -> None:
+    net = encoder(name, image_size=size, dim=16)
+    images = torch.randn(2, 3, size, size)
+    assert net.features(images).shape == (2, features) == (2, net.feature_dim)
+    projected = net(images)
+    assert projected.shape == (2, 16) == (2, net.dim)
+    projected.square().sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_projection_of_the_paper_is_one_linear_layer_to_256() -> None:
+    net = encoder("convnet", image_size=8)
+    assert [type(layer) for layer in net.projection.children()] == [nn.Linear]
+    assert net.dim == 256
+
+
+@pytest.mark.parametrize(
+    ("norm", "kinds"),
+    [
+        ("none", [nn.Linear, nn.ReLU, nn.Linear]),
+        ("hidden", [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Linear]),
+        ("all", [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Linear, nn.BatchNorm1d]),
+    ],
+)
+def test_where_batchnorm_goes(norm: Any, kinds: list[type]) -> None:
+    head = mlp(6, 5, 4, norm=norm)
+    assert [type(layer) for layer in head] == kinds
+    for layer, after in zip(head, [*[*head][1:], None], strict=True):
+        if isinstance(layer, nn.Linear):
+            assert (layer.bias is None) == isinstance(after, nn.BatchNorm1d)
+    assert head(torch.randn(3, 6)).shape == (3, 4)
+    assert sum(isinstance(layer, nn.Linear) for layer in mlp(6, 5, 4, layers=3)) == 3
+
+
+def test_small_stem_keeps_the_resolution_of_the_first_stage() -> None:
+    small: Any = backbone("resnet18", image_size=32).eval()
+    full: Any = backbone("resnet18", image_size=32, stem="full").eval()
+    assert small.conv1.kernel_size == (3, 3)
+    assert small.conv1.stride == (1, 1)
+    assert isinstance(small.maxpool, nn.Identity)
+    images = torch.randn(1, 3, 32, 32)
+    assert small.forward_features(images).shape[2:] == (4, 4)
+    assert full.forward_features(images).shape[2:] == (1, 1)
+    assert [info["reduction"] for info in small.feature_info] == [1, 1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("name", "stem", "size", "wanted", "extra"),
+    [
+        ("resnet18", "auto", 64, "resnet18_small", {}),
+        ("resnet18", "auto", 65, "resnet18", {}),
+        ("resnet50", "small", 224, "resnet50_small", {}),
+        ("resnet18", "full", 32, "resnet18", {}),
+        ("resnet18_small", "small", 32, "resnet18_small", {}),
+        ("convnext_atto", "auto", 32, "convnext_atto", {}),
+        ("vit_tiny_patch16_224", "auto", 32, "vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4}),
+        ("vit_tiny_patch16_224", "full", 32, "vit_tiny_patch16_224", {"img_size": 32}),
+        ("vit_tiny_patch16_224", "auto", 224, "vit_tiny_patch16_224", {"img_size": 224}),
+        ("convnet", "auto", 8, "duel_convnet", {}),
+    ],
+)
+def test_resolve(name: str, stem: Any, size: int, wanted: str, extra: dict[str, int]) -> None:
+    assert resolve(name, stem=stem, image_size=size) == (wanted, {"num_classes": 0, "in_chans": 3, **extra})
+
+
+def test_pretrained_weights_keep_the_full_stem() -> None:
+    assert resolve("resnet18", image_size=32, pretrained=True)[0] == "resnet18"
+    with pytest.raises(UserError, match="no pretrained weights"):
+        backbone("resnet18", stem="small", image_size=32, pretrained=True)
+
+
+def test_variants_are_registered_with_timm() -> None:
+    for name in ("resnet18_small", "resnet34_small", "resnet50_small", "duel_convnet"):
+        assert timm.is_model(name)
+    assert timm.create_model("resnet18_small", num_classes=10)(torch.randn(1, 3, 32, 32)).shape == (1, 10)
+    assert timm.create_model("duel_convnet", num_classes=10, in_chans=1)(torch.randn(1, 1, 8, 8)).shape == (1, 10)
+
+
+def test_the_demo_network_is_small() -> None:
+    assert sum(p.numel() for p in backbone("convnet", image_size=8).parameters()) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "resnet81"}, r"unknown backbone 'resnet81'; did you mean .*resnet18"),
+        ({"name": "convnt"}, r"did you mean .*convnet"),
+        ({"name": "qqqqqqqq"}, r"timm.list_models"),
+        ({"name": "convnext_atto", "stem": "small"}, r"stem='small' is not known for backbone 'convnext_atto'.*full"),
+        ({"stem": "tiny"}, r"stem must be 'auto', 'small' or 'full', got 'tiny'"),
+        ({"projection": "cubic"}, r"projection must be 'linear' or 'mlp', got 'cubic'"),
+        ({"projection": "mlp", "norm": "layer"}, r"norm must be"),
+        ({"projection": "mlp", "layers": 0}, r"layers must be >= 1, got 0"),
+        ({"projection": "mlp", "hidden": 0}, r"hidden must be >= 1, got 0"),
+        ({"dim": 0}, r"dim must be >= 1, got 0"),
+        ({"image_size": 0}, r"image_size must be >= 1 pixel, got 0"),
+    ],
+)
+def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        encoder(**{"name": "convnet", "image_size": 8, **arguments})
+
+
+@pytest.mark.parametrize(("pretrained", "advice"), [(True, "Check the network"), (False, "Try another image_size")])
+def test_what_timm_refuses_is_reported_with_advice(
+    pretrained: bool, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> nn.Module:
+        raise OSError("not today")
+
+    monkeypatch.setattr(timm, "create_model", refuse)
+    with pytest.raises(UserError, match=rf"timm cannot build backbone 'resnet18'.*not today.*{advice}"):
+        encoder("resnet18", stem="full", pretrained=pretrained)
