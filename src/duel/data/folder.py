@@ -1,0 +1,270 @@
+"""Any folder of images: found, decoded, and kept or streamed."""
+
+from __future__ import annotations
+
+import os
+import statistics as numbers
+import sys
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from duel.data.sources import RESIDENT_BYTES, ArraySource, Residency, Source, Split, own_split
+from duel.errors import UserError
+
+EXTENSIONS = frozenset(
+    f".{e}"
+    for e in ("jpg", "jpeg", "jfif", "png", "bmp", "gif", "webp", "avif", "tif", "tiff", "ppm", "pgm", "pbm", "pnm")
+)
+TEST_FOLDERS = ("test", "val", "valid", "validation")
+# A folder's own image size is the median of this many files, and not more than the size ImageNet is trained at.
+PROBED, LARGEST_SIZE = 100, 224
+THREADS = min(8, os.cpu_count() or 1)
+
+
+def decode(path: Path | str, size: int) -> Tensor:
+    """One file -> uint8 (3, size, size): upright (EXIF), RGB, shorter side resized to size, central square.
+
+    Raises whatever the decoder raises: callers take every Exception to mean "unreadable".
+    """
+    from PIL import Image, ImageOps
+
+    with Image.open(path) as file:
+        file.draft("RGB", (size, size))  # lets JPEG decode at 1/2, 1/4 or 1/8 of its size, never below `size`
+        image = ImageOps.exif_transpose(file)
+        if image.mode.startswith("I") or image.mode == "F":  # more than 8 bits: PIL would cut, not scale
+            wide = np.asarray(image, dtype=np.float64)
+            top = 65535 if wide.max() > 255 or image.mode.startswith("I;16") else 255 if wide.max() > 1 else 1
+            image = Image.fromarray((wide.clip(0, top) * (255 / top)).round().astype(np.uint8))
+        image = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+class FolderSource:
+    """Paths, decoded when asked for. For folders too large to hold; Stream decodes in worker processes.
+
+    A file that turns out to be unreadable is replaced by the next readable one of its class (of the folder, without
+    labels) and added to `skipped`, with a warning.
+    """
+
+    def __init__(
+        self,
+        paths: list[Path],
+        labels: Tensor | None,
+        *,
+        name: str,
+        classes: tuple[str, ...],
+        image_size: int,
+        skipped: tuple[str, ...] = (),
+    ) -> None:
+        self.paths = np.array([str(p) for p in paths])  # one block: worker processes share it, lists are copied
+        self.labels, self.name, self.classes, self.skipped = labels, name, classes, skipped
+        self.shape = (3, image_size, image_size)
+        self._bad: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __repr__(self) -> str:
+        return f"FolderSource({self.name!r}, {len(self)} files as {self.shape}, {len(self.classes)} classes)"
+
+    def images(self, ids: Tensor) -> Tensor:
+        """ids int64 (b,) -> uint8 (b, 3, h, w) on the device of ids, which are read back to the host."""
+        images, _, bad = self.read(ids)
+        self.report(bad)
+        return images.to(ids.device)
+
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor, dict[int, str]]:
+        """(images, the ids really shown, reasons by unreadable id), on the CPU. Each distinct id is decoded once."""
+        wanted, bad = ids.tolist(), dict[int, str]()
+        decoded: dict[int, Tensor] = {}
+        shown = []
+        for first in wanted:
+            item = first
+            while item not in decoded:
+                try:
+                    if item in self._bad:
+                        raise OSError("found unreadable before")
+                    decoded[item] = decode(self.paths[item], self.shape[1])
+                except MemoryError:
+                    raise
+                except Exception as error:
+                    if item not in self._bad:
+                        bad[item] = _reason(error)
+                        self._bad.add(item)
+                    item = self._next(item)
+                    if item == first:
+                        raise UserError(f"no readable image left of {self._kind(first)} in {self.name!r}") from error
+            shown.append(item)
+        return torch.stack([decoded[i] for i in shown]), torch.tensor(shown), bad
+
+    def report(self, bad: dict[int, str]) -> None:
+        """Put unreadable files found by `read` (here or in a worker) on the list, and say so."""
+        known = set(self.skipped)
+        new = [line for i, why in sorted(bad.items()) if (line := f"{self.paths[i]}: {why}") not in known]
+        self._bad.update(bad)
+        if new:
+            self.skipped += tuple(new)
+            _warn(self.name, new)
+
+    def _next(self, item: int) -> int:
+        """The item after this one, of the same class, going round."""
+        if self.labels is None:
+            return (item + 1) % len(self)
+        peers = (self.labels == self.labels[item]).nonzero().flatten().tolist()
+        return int(peers[(peers.index(item) + 1) % len(peers)])
+
+    def _kind(self, item: int) -> str:
+        return "any kind" if self.labels is None else f"class {self.classes[int(self.labels[item])]!r}"
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
+
+
+def _warn(name: str, lines: Iterable[str], shown: int = 5) -> None:
+    lines = list(lines)
+    more = f"\n  … and {len(lines) - shown} more" if len(lines) > shown else ""
+    listed = "".join(f"\n  {line}" for line in lines[:shown])
+    warnings.warn(f"{name}: {len(lines)} unreadable files skipped:{listed}{more}", stacklevel=3)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Image files below `folder`, sorted; hidden files and folders are left out."""
+    found = []
+    for at, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = sorted(f for f in folders if not f.startswith((".", "__")))
+        found += [Path(at, f) for f in sorted(files) if Path(f).suffix.lower() in EXTENSIONS and f[0] != "."]
+    return found
+
+
+def _part(folder: Path, split: Split) -> tuple[Path, Path | None]:
+    """(the folder to read, the training folder where the split is the folder's own).
+
+    train/ is a split if a test folder stands beside it or if it is alone; among others it is a class (of vehicles).
+    """
+    subfolders = {p.name: p for p in folder.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))}
+    tests = [subfolders[name] for name in TEST_FOLDERS if name in subfolders]
+    if "train" not in subfolders or (not tests and len(subfolders) > 1):
+        return folder, None
+    train = subfolders["train"]
+    if split == "train":
+        return train, train
+    if not tests:
+        raise UserError(f"{str(folder)!r} has train/ but none of {', '.join(f'{n}/' for n in TEST_FOLDERS)} to test on")
+    return tests[0], train
+
+
+def _class_folders(folder: Path) -> list[Path]:
+    """Subfolders, if every image lies in one."""
+    entries = sorted(p for p in folder.iterdir() if not p.name.startswith((".", "__")))
+    if any(p.is_file() and p.suffix.lower() in EXTENSIONS for p in entries):
+        return []
+    return [p for p in entries if p.is_dir()]
+
+
+def _scan(folder: Path, classes: tuple[str, ...] | None) -> tuple[list[Path], Tensor | None, tuple[str, ...]]:
+    """(files, labels, class names); classes: number the classes as these (a test folder as its training folder)."""
+    groups = {p.name: _files(p) for p in _class_folders(folder)}
+    if not any(groups.values()):
+        files = _files(folder)
+        if not files:
+            raise UserError(f"no images in {str(folder)!r}; files that end in {', '.join(sorted(EXTENSIONS))} are read")
+        return files, None, ()
+    if empty := [name for name, files in groups.items() if not files]:
+        raise UserError(
+            f"class {empty[0]!r} has no images: every subfolder of {str(folder)!r} is a class. Add images to "
+            f"{', '.join(repr(e) for e in empty)}, or move what is not a class elsewhere"
+        )
+    classes = tuple(groups) if classes is None else classes
+    if unknown := sorted(set(groups) - set(classes)):
+        raise UserError(f"{str(folder)!r} has classes that the training folder lacks: {', '.join(unknown)}")
+    labels = [classes.index(name) for name, files in groups.items() for _ in files]
+    return [f for files in groups.values() for f in files], torch.tensor(labels), classes
+
+
+def _own_size(paths: list[Path]) -> int:
+    """The median short side of up to PROBED files spread over the folder, at most LARGEST_SIZE."""
+    from PIL import Image
+
+    sides = []
+    for path in paths[:: max(1, len(paths) // PROBED)]:
+        try:
+            with Image.open(path) as image:
+                sides.append(min(image.size))
+        except Exception:  # an unreadable file: found again, and listed, when it is decoded
+            continue
+    return min(LARGEST_SIZE, int(numbers.median(sides))) if sides else LARGEST_SIZE
+
+
+def load(folder: Path, *, split: Split, image_size: int | None, residency: Residency) -> Source:
+    """See duel.data.load. Kept in memory: decoded once, here. Streamed: decoded when needed."""
+    part, train = _part(folder, split)
+    known = _scan(train, None)[2] or None if train is not None and part != train else None
+    paths, labels, classes = _scan(part, known)
+    size = image_size or _own_size(paths)
+    resident = len(paths) * 3 * size**2 <= RESIDENT_BYTES if residency == "auto" else residency == "device"
+    images: Tensor | None = None
+    skipped: tuple[str, ...] = ()
+    if resident:
+        images, good, skipped = _decode_all(paths, size, str(folder))
+        paths, labels = [paths[i] for i in good.tolist()], None if labels is None else labels[good]
+        if labels is not None:
+            _check_classes(labels, classes, known, part)
+    if train is None:
+        ids = own_split(str(folder), labels, len(paths), split)
+        paths, labels = [paths[i] for i in ids.tolist()], None if labels is None else labels[ids]
+        images = None if images is None else images[ids]
+    if images is None:
+        return FolderSource(paths, labels, name=str(folder), classes=classes, image_size=size)
+    return ArraySource(images, labels, name=str(folder), classes=classes, skipped=skipped)
+
+
+def _check_classes(labels: Tensor, classes: tuple[str, ...], known: tuple[str, ...] | None, part: Path) -> None:
+    counts = torch.bincount(labels, minlength=len(classes)).tolist()
+    empty = [c for c, n in zip(classes, counts, strict=True) if n == 0 and (known is None or (part / c).is_dir())]
+    if empty:
+        raise UserError(f"class {empty[0]!r} has no images: none of the files in {str(part / empty[0])!r} is readable")
+
+
+def _decode_all(paths: list[Path], size: int, name: str) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """(images (n, 3, size, size), which of the paths they are, the others with the reason)."""
+
+    def attempt(path: Path) -> Tensor | str:
+        try:
+            return decode(path, size)
+        except MemoryError:
+            raise
+        except Exception as error:
+            return _reason(error)
+
+    out = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
+    good: list[int] = []
+    skipped: list[str] = []
+    with ThreadPoolExecutor(THREADS) as pool:  # Pillow releases the interpreter lock while it decodes and resizes
+        for i, result in enumerate(_watched(pool.map(attempt, paths), len(paths), name)):
+            if isinstance(result, str):
+                skipped.append(f"{paths[i]}: {result}")
+            else:
+                out[len(good)] = result
+                good.append(i)
+    if skipped:
+        _warn(name, skipped)
+    if not good:
+        raise UserError(f"none of the {len(paths)} image files in {name!r} is readable; the first: {skipped[0]}")
+    return out[: len(good)], torch.tensor(good), tuple(skipped)
+
+
+def _watched(items: Iterable[Tensor | str], total: int, name: str) -> Iterable[Tensor | str]:
+    """A progress bar where somebody watches and it takes more than a few seconds."""
+    if total < 2000 or not sys.stderr.isatty():
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, f"reading {name}", total=total, console=Console(stderr=True), transient=True)
