@@ -341,6 +341,20 @@ def test_keys_are_normalised_with_other_images_than_queries() -> None:
         method(*views(6))
 
 
+def test_keys_by_running_statistics_depend_on_the_image_alone() -> None:
+    method = MoCo(net(), memory=Memory(), momentum=0.9, key_batchnorm="running")
+    v1, v2 = views()
+    out = method(v1, v2)
+    assert torch.allclose(out.embeddings, method.embed(v2), atol=1e-6)
+    assert torch.allclose(out.embeddings[:2], method(v1[:2], v2[:2]).embeddings, atol=1e-6)
+    name = "backbone.features.1.running_mean"
+    fast, slow = (m.get_buffer(name) for m in (method.encoder, method.key_encoder))
+    assert bool((slow == 0).all())
+    method.after_step(0.5)
+    assert torch.allclose(slow, 0.1 * fast)
+    assert bool(slow.abs().sum() > 0)
+
+
 def test_both_views_in_one_pass_where_nothing_mixes_images() -> None:
     assert SimCLR(net()).joint
     assert not SimSiam(net()).joint
@@ -379,6 +393,7 @@ ALL_FORMS = [
     ("simclr", {"memory": Memory()}),
     ("moco", {"symmetric": True, "in_batch_negatives": True}),
     ("moco", {"batchnorm_groups": 2}),
+    ("moco", {"key_batchnorm": "running"}),
     ("simsiam", {}),
     ("byol", {}),
 ]
@@ -478,6 +493,7 @@ def test_settings_of() -> None:
         ("simclr", {"temperature": 0.0}, r"temperature must be > 0, got 0"),
         ("moco", {"temperature": float("nan")}, r"temperature must be > 0, got nan"),
         ("moco", {"momentum": 1.5}, r"momentum must be >= 0 and <= 1, got 1.5"),
+        ("moco", {"key_batchnorm": "none"}, r"key_batchnorm must be 'batch' or 'running', got 'none'"),
         ("moco", {"batchnorm_groups": 0}, r"batchnorm_groups must be >= 1, got 0"),
         ("byol", {"predictor_hidden": 0}, r"predictor_hidden must be >= 1, got 0"),
     ],

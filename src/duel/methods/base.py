@@ -117,14 +117,17 @@ def momentum_copy(encoder: Encoder) -> Encoder:
 
 
 @torch.no_grad()
-def follow(target: nn.Module, source: nn.Module, rate: Tensor | float) -> None:
-    """target += rate * (source - target), parameters only; rate = 1 - momentum.
+def follow(target: nn.Module, source: nn.Module, rate: Tensor | float, *, statistics: bool = False) -> None:
+    """target += rate * (source - target); rate = 1 - momentum. Parameters, and BatchNorm's `statistics` if asked.
 
-    BatchNorm's buffers are not copied: the target sees every batch itself, in training mode as in MoCo and BYOL, and
-    so keeps running statistics that fit its own, slower, weights.
+    By default the statistics stay the target's: it sees every batch itself, in training mode as in MoCo and BYOL, and
+    so has running statistics that fit its own, slower, weights.
     """
     targets: list[Tensor] = list(target.parameters())
     sources: list[Tensor] = list(source.parameters())
+    if statistics:
+        targets += [buffer for buffer in target.buffers() if buffer.is_floating_point()]
+        sources += [buffer for buffer in source.buffers() if buffer.is_floating_point()]
     if isinstance(rate, Tensor):  # a number on the device: lerp would read it back
         steps = torch._foreach_sub(sources, targets)
         torch._foreach_mul_(steps, rate)

@@ -2,13 +2,15 @@
 
 BatchNorm leaks in MoCo: query and key of an item are normalised together with the same other images, negatives with
 others, so the statistics betray which key is the positive. The original normalises in small groups (one per device)
-and shuffles the keys among them. `batchnorm_groups` does the same on one device. 1, the default, leaves the whole
-batch as one group: the leak is then weak, being shared by all b queries and averaged over b images, but not nil.
+and shuffles the keys among them; `batchnorm_groups` does the same on one device. `key_batchnorm="running"` removes the
+leak altogether: keys are normalised by running statistics that follow the encoder's (EMAN, Cai et al. 2021), so a key
+depends on its image alone. The default, the whole batch as one group, leaks little (the signal is shared by all
+queries) but is not free of it.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from ..encoders import Encoder
 from ..errors import UserError
 from ..losses import info_nce, unit
-from .base import Method, NegativeSource, StepOutput, check_range, follow, momentum_copy
+from .base import Method, NegativeSource, StepOutput, check_range, evaluating, follow, momentum_copy
 
 
 class MoCo(Method):
@@ -31,6 +33,7 @@ class MoCo(Method):
         in_batch_negatives: the other keys of the batch are negatives too.
         batchnorm_groups: how many groups of the batch BatchNorm normalises separately; keys are dealt out anew among
             them. 8 imitates the original's eight devices.
+        key_batchnorm: "batch", statistics of the keys' own batch (the original); "running", EMAN.
     """
 
     uses_memory = True
@@ -46,16 +49,20 @@ class MoCo(Method):
         symmetric: bool = False,
         in_batch_negatives: bool = False,
         batchnorm_groups: int = 1,
+        key_batchnorm: Literal["batch", "running"] = "batch",
     ) -> None:
         check_range("temperature", temperature, 0, open_low=True)
         check_range("momentum", momentum, 0, 1)
         check_range("batchnorm_groups", batchnorm_groups, 1)
+        if key_batchnorm not in ("batch", "running"):
+            raise UserError(f"key_batchnorm must be 'batch' or 'running', got {key_batchnorm!r}")
         super().__init__(encoder, memory=memory)
         self.temperature = temperature
         self.momentum = momentum
         self.symmetric = symmetric
         self.in_batch_negatives = in_batch_negatives
         self.groups = batchnorm_groups
+        self.running = key_batchnorm == "running"
         if batchnorm_groups > 1:
             split_batchnorm(encoder, batchnorm_groups)
         self.key_encoder = momentum_copy(encoder)
@@ -92,7 +99,7 @@ class MoCo(Method):
         return StepOutput(0.5 * (loss(q1, k2) + loss(q2, k1)), unit(k2))
 
     def after_step(self, progress: Tensor | float) -> None:
-        follow(self.key_encoder, self.encoder, 1 - self.momentum)
+        follow(self.key_encoder, self.encoder, 1 - self.momentum, statistics=self.running)
 
     def _keys(self, images: Tensor) -> Tensor:
         """Keys of images (b, c, h, w): (b, d).
@@ -100,6 +107,9 @@ class MoCo(Method):
         Dealing like cards spreads each of the queries' groups evenly over the keys' groups. A fixed order will do:
         the batch itself comes in random order.
         """
+        if self.running:
+            with evaluating(self.key_encoder):
+                return cast(Tensor, self.key_encoder(images))
         if self.groups == 1:
             return cast(Tensor, self.key_encoder(images))
         each = images.shape[0] // self.groups
