@@ -170,7 +170,7 @@ def test_tables_show_per_cent(result):
     text = console.export_text()
     assert f"{100 * result['probe']:.2f} %" in text
     assert "k 200" in text
-    assert "5 per class" in text
+    assert "5-shot" in text
     assert "blob 3" in text
 
 

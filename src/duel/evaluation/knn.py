@@ -35,10 +35,11 @@ def nearest(
 ) -> Neighbours:
     """The k rows of `bank` (n, d) with the largest cosine to each row of `queries` (q, d), on `device`.
 
-    Exact; of equal cosines the lowest row comes first, inside the k and at its edge. At most
-    query_chunk × bank_chunk cosines exist at a time. float64 features are compared in float64, all others in
-    float32. With `exclude_self`, queries and bank are the same rows and row i is no neighbour of query i.
-    Features may stay on the host: chunks travel to `device` (default: where `queries` is).
+    Exact (every cosine is computed); of equal cosines the lowest row comes first, inside the k and at its edge. At
+    most query_chunk × bank_chunk cosines exist at a time. float64 features are compared in float64, all others in
+    float32, whose rounding (4e-7) may swap neighbours closer than that. With `exclude_self`, queries and bank are the
+    same rows and row i is no neighbour of query i. Features may stay on the host: chunks travel to `device` (default:
+    where `queries` is).
     """
     _check(queries, bank, k, exclude_self)
     on = torch.device(device) if device is not None else queries.device

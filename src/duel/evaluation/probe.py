@@ -53,7 +53,8 @@ def linear_probe(
 
     train_x (n, f), test_x (m, f) any float type (float32 is used); train_y (n,), test_y (m,) int64.
     Starts from zero weights, so the seed decides only the order of the images; the order is drawn on the host and is
-    the same on every device. On a GPU the steps run from a CUDA graph, without synchronisation between epochs.
+    the same on every device. On a GPU the steps run from a CUDA graph; the host waits once an epoch, while the order
+    travels.
     """
     classes = classes or int(torch.max(train_y.max().cpu(), test_y.max().cpu())) + 1
     check_labels("train", train_x, train_y, classes)

@@ -16,7 +16,7 @@ _RATES = {
     "top10_test_to_train": "Top-10, test to train",
     "knn": "weighted k-NN",
     "probe": "linear probe",
-    "few_shot": "few-shot nearest centroid",
+    "few_shot": "nearest centroid",
 }
 _NUMBERS = {
     "intra_class_cosine": "intra-class cosine",
@@ -33,7 +33,7 @@ def table(result: dict[str, Any], *, title: str = "Evaluation") -> Table:
     made.add_column("value", justify="right")
     made.add_column("balanced", justify="right")
     made.add_column("BatchNorm as trained", justify="right")
-    used = {"knn": f" (k {result['used']['k']})", "few_shot": f" ({result['used']['shots']} per class)"}
+    used = {"knn": f" (k {result['used']['k']})", "few_shot": f" ({result['used']['shots']}-shot)"}
     for name, words in _RATES.items():
         if name in result:
             others = (result["balanced_accuracy"].get(name), result["without_reestimation"].get(name))
