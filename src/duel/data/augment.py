@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -144,8 +145,10 @@ class Augment(nn.Module):
     def forward(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
             raise UserError(f"images must be uint8 (b, 3, h, w), got {images.dtype} {tuple(images.shape)}")
-        parameters = self.draw(images, generator)
-        return self.apply_parameters(images, parameters)
+        parameters, kind = self.draw(images, generator), images.device.type
+        # Under autocast the crop's matrix products would round pixels to 8 bits of mantissa.
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+            return self.apply_parameters(images, parameters)
 
     def views(self, images: Tensor, count: int = 2, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
         """`count` views of each image, made in one go: on a GPU the number of kernels, not of pixels, is the cost."""

@@ -131,7 +131,7 @@ def _warn(name: str, lines: Iterable[str], shown: int = 5) -> None:
     lines = list(lines)
     more = f"\n  … and {len(lines) - shown} more" if len(lines) > shown else ""
     listed = "".join(f"\n  {line}" for line in lines[:shown])
-    warnings.warn(f"{name}: {len(lines)} unreadable files skipped:{listed}{more}", stacklevel=3)
+    warnings.warn(f"{name}: {len(lines)} unreadable file{'s' * (len(lines) > 1)} skipped:{listed}{more}", stacklevel=3)
 
 
 def _files(folder: Path) -> list[Path]:

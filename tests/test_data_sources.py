@@ -1,0 +1,351 @@
+"""Named sets, arrays and folders; and what is said when they are not as they should be."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from duel.data import STATS, ArraySource, FolderSource, Source, from_arrays, load, statistics
+from duel.data.arrays import resize
+from duel.data.folder import decode
+from duel.errors import UserError
+
+
+def picture(path: Path, value: int = 100, size: tuple[int, int] = (12, 12), mode: str = "RGB") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, value if mode in ("L", "P", "I;16") else (value,) * len(mode)).save(path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three classes of ten images."""
+    for i in range(30):
+        picture(tmp_path / "set" / "abc"[i % 3] / f"{i:02}.png", i)
+    return tmp_path / "set"
+
+
+def test_digits() -> None:
+    train, test = load("digits"), load("digits", split="test")
+    assert isinstance(train, Source)
+    assert (len(train), len(test)) == (1297, 500)
+    assert train.shape == (3, 8, 8)
+    assert len(train.classes) == 10
+    assert torch.equal(train.data[:, 0], train.data[:, 2])
+    assert train.data.max() == 255
+    counts = torch.bincount(test.labels)
+    assert counts.min() >= 48
+    assert counts.max() <= 51
+    both = {x.numpy().tobytes() for x in train.data} & {x.numpy().tobytes() for x in test.data}
+    assert not both
+    again = load("digits", split="test")
+    assert torch.equal(again.data, test.data)
+    pixels = train.data.double() / 255
+    mean, std = STATS["digits"]
+    torch.testing.assert_close(pixels.mean((0, 2, 3)), torch.tensor(mean).double(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(pixels.std((0, 2, 3)), torch.tensor(std).double(), atol=1e-4, rtol=0)
+
+
+def test_images_by_id_and_resizing_at_load() -> None:
+    source = load("digits")
+    ids = torch.tensor([5, 0, 5])
+    assert torch.equal(source.images(ids), source.data[ids])
+    assert load("digits", image_size=16).shape == (3, 16, 16)
+
+
+def test_cifar10_in_torchvisions_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real files are 170 MB: small ones in their place, with the checksums left aside."""
+    from torchvision.datasets import cifar
+
+    base = tmp_path / "cifar-10-batches-py"
+    base.mkdir()
+    pixels = np.arange(4 * 3072, dtype=np.int64).reshape(4, 3072).astype(np.uint8)
+    for i, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
+        (base / name).write_bytes(pickle.dumps({"data": pixels + i, "labels": [0, 1, 2, 9]}))
+    (base / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    monkeypatch.setattr(cifar, "check_integrity", lambda *_: True)
+    source = load("cifar10", root=str(tmp_path))
+    assert len(source) == 20
+    assert source.shape == (3, 32, 32)
+    assert source.labels.tolist() == [0, 1, 2, 9] * 5
+    assert source.classes == tuple("abcdefghij")
+    assert torch.equal(source.data[1].flatten(), torch.from_numpy(pixels[1]))  # channels first, as in the file
+    assert len(load("cifar10", root=str(tmp_path), split="test")) == 4
+    assert statistics(source) == STATS["cifar10"]
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "stl10", "stl10-unlabeled"])
+def test_missing_data_says_where_and_what_to_do(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=rf"{name} was not found at '.*'\. Download it \(download=True; .*--download\)"):
+        load(name, root=str(tmp_path))
+
+
+def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("urllib.request.urlopen", offline)
+    with pytest.raises(UserError, match=r"could not download cifar10 to .*Check the network.*cifar-10-python.tar.gz"):
+        load("cifar10", root=str(tmp_path), download=True)
+
+
+def test_damaged_data(tmp_path: Path) -> None:
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    with pytest.raises(UserError, match="cifar10 is incomplete or damaged"):
+        load("cifar10", root=str(tmp_path))
+
+
+def test_unknown_names_and_settings(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"did you mean 'cifar10'\?.*or the path of a folder"):
+        load("cifer10")
+    (tmp_path / "x.txt").write_text("no")
+    with pytest.raises(UserError, match=r"neither a folder nor a \.npz"):
+        load(str(tmp_path / "x.txt"))
+    with pytest.raises(UserError, match="image_size must be at least 1 pixel, got 0"):
+        load("digits", image_size=0)
+    with pytest.raises(UserError, match="did you mean 'stream'"):
+        load("digits", residency="steam")
+    with pytest.raises(UserError, match="unknown split"):
+        load("digits", split="validation")
+    with pytest.raises(UserError, match="evaluate on data 'stl10'"):
+        load("stl10-unlabeled", split="test")
+
+
+# Arrays
+
+
+@pytest.mark.parametrize(
+    "shape", [(10, 6, 7), (10, 6, 7, 1), (10, 6, 7, 3), (10, 3, 6, 7), (10, 1, 6, 7), (10, 6, 7, 4)]
+)
+@pytest.mark.parametrize("kind", ["uint8", "float32"])
+def test_arrays_of_every_layout(shape: tuple[int, ...], kind: str) -> None:
+    raw = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    source = from_arrays(raw if kind == "uint8" else raw / np.float32(255), list(range(10)))
+    assert source.shape == (3, 6, 7)
+    last = raw if len(shape) == 3 else raw[:, 0] if shape[1] < 5 else raw[..., 0]
+    assert torch.equal(source.data[:, 0], torch.from_numpy(last))
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "says"),
+    [
+        (np.zeros((4, 5), np.uint8), None, r"shape \(n, h, w\).*got \(4, 5\)"),
+        (np.zeros((4, 5, 5, 7), np.uint8), None, "1, 3 or 4 channels"),
+        (np.zeros((0, 5, 5), np.uint8), None, "holds no images"),
+        (np.zeros((4, 5, 5), np.int32), None, "must be uint8, or floats"),
+        (np.full((4, 5, 5), 200.0), None, r"must be in 0\.\.1, got 200\.\.200"),
+        (np.full((4, 5, 5), np.nan), None, r"must be in 0\.\.1"),
+        (np.zeros((4, 5, 5), np.uint8), [0, 1], "4 whole numbers, one per image"),
+        (np.zeros((4, 5, 5), np.uint8), [0.0, 1, 2, 3], "whole numbers"),
+        (np.zeros((4, 5, 5), np.uint8), [0, 1, -1, 3], "got -1..3"),
+    ],
+)
+def test_wrong_arrays(images: np.ndarray, labels: object, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        from_arrays(images, labels)
+
+
+def test_npz_with_its_own_split_and_without(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (50, 8, 8, 3), dtype=np.uint8), np.arange(50) % 5
+    np.savez(tmp_path / "own.npz", x_train=x[:40], y_train=y[:40, None], x_test=x[40:], y_test=y[40:, None])
+    assert len(load(str(tmp_path / "own.npz"))) == 40
+    assert load(str(tmp_path / "own.npz"), split="test").labels.tolist() == y[40:].tolist()
+    np.savez(tmp_path / "one.npz", images=x, labels=y)
+    train, test = load(str(tmp_path / "one.npz")), load(str(tmp_path / "one.npz"), split="test")
+    assert torch.bincount(train.labels).tolist() == [8] * 5
+    assert torch.bincount(test.labels).tolist() == [2] * 5
+    joined = {a.numpy().tobytes() for s in (train, test) for a in s.data}
+    assert len(joined) == 50
+
+
+def test_npy_is_mapped_and_all_training_data(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (9, 3, 8, 8), dtype=np.uint8)
+    np.save(tmp_path / "x.npy", x)
+    source = load(str(tmp_path / "x.npy"), residency="stream")
+    assert isinstance(source, ArraySource)
+    assert not source.resident
+    assert torch.equal(source.images(torch.tensor([8])), torch.from_numpy(x[8:]))
+    with pytest.raises(UserError, match="no labels and no test part"):
+        load(str(tmp_path / "x.npy"), split="test")
+
+
+def test_strange_npz(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", pictures=np.zeros(3))
+    with pytest.raises(UserError, match=r"holds the arrays \['pictures'\]; images must be called"):
+        load(str(tmp_path / "a.npz"))
+    np.savez(tmp_path / "b.npz", train_images=np.zeros((3, 4, 4), np.uint8))
+    with pytest.raises(UserError, match="no test_images"):
+        load(str(tmp_path / "b.npz"), split="test")
+    (tmp_path / "c.npz").write_bytes(b"not a zip file")
+    with pytest.raises(UserError, match="cannot be read as a NumPy file"):
+        load(str(tmp_path / "c.npz"))
+    np.save(tmp_path / "d.npy", np.array([{"code": print}], dtype=object))
+    with pytest.raises(UserError, match="cannot be read as a NumPy file of plain arrays"):
+        load(str(tmp_path / "d.npy"))
+
+
+def test_resize_cuts_the_central_square() -> None:
+    x = torch.zeros(2, 3, 10, 30, dtype=torch.uint8)
+    x[..., 10:20] = 200
+    assert (resize(x, 10) == 200).all()
+    assert resize(x, 5).shape == (2, 3, 5, 5)
+    assert resize(x, 20).shape == (2, 3, 20, 20)
+
+
+def test_statistics_are_measured_where_unknown() -> None:
+    x = torch.randint(0, 256, (300, 3, 9, 9), dtype=torch.uint8)
+    x[:, 2] = 77
+    mean, std = statistics(ArraySource(x))
+    exact = x.double().transpose(0, 1).flatten(1) / 255
+    assert mean == pytest.approx(exact.mean(1).tolist())
+    assert std[:2] == pytest.approx(exact.std(1, correction=0)[:2].tolist())
+    assert std[2] == pytest.approx(1 / 255)  # never a division by zero
+
+
+# Folders
+
+
+def test_folder_with_classes(folder: Path) -> None:
+    train, test = load(str(folder)), load(str(folder), split="test")
+    assert isinstance(train, ArraySource)
+    assert train.classes == ("a", "b", "c")
+    assert torch.bincount(train.labels).tolist() == [8] * 3
+    assert torch.bincount(test.labels).tolist() == [2] * 3
+    for source in (train, test):
+        assert torch.equal(source.data[:, 0, 0, 0].long() % 3, source.labels)
+    assert sorted(torch.cat([train.data, test.data])[:, 0, 0, 0].tolist()) == list(range(30))
+    assert train.skipped == ()
+
+
+def test_streamed_and_held_folders_are_the_same(folder: Path) -> None:
+    held, streamed = load(str(folder)), load(str(folder), residency="stream")
+    assert isinstance(streamed, FolderSource)
+    assert isinstance(streamed, Source)
+    assert torch.equal(held.labels, streamed.labels)
+    ids = torch.tensor([3, 3, 11])
+    assert torch.equal(held.images(ids), streamed.images(ids))
+
+
+def test_residency_is_chosen_by_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("duel.data.folder.RESIDENT_BYTES", 30 * 3 * 12 * 12 - 1)
+    assert isinstance(load(str(folder)), FolderSource)
+    assert isinstance(load(str(folder), residency="device"), ArraySource)
+    monkeypatch.setattr("duel.data.folder.RESIDENT_BYTES", 30 * 3 * 12 * 12)
+    assert isinstance(load(str(folder)), ArraySource)
+
+
+def test_folder_without_classes(tmp_path: Path) -> None:
+    picture(tmp_path / "one.jpg")
+    picture(tmp_path / "deep" / "two.png")
+    picture(tmp_path / ".hidden" / "three.png")
+    (tmp_path / "notes.txt").write_text("not an image")
+    source = load(str(tmp_path))
+    assert len(source) == 2
+    assert source.labels is None
+    assert source.classes == ()
+    with pytest.raises(UserError, match="no labels and no test part"):
+        load(str(tmp_path), split="test")
+
+
+@pytest.mark.parametrize("test", ["test", "val"])
+def test_folder_with_its_own_split(tmp_path: Path, test: str) -> None:
+    for c in "xyz":
+        picture(tmp_path / "train" / c / "1.png", ord(c))
+    picture(tmp_path / test / "z" / "1.png", ord("z"))
+    source = load(str(tmp_path), split="test")
+    assert source.labels.tolist() == [2]  # numbered as in train/
+    assert len(load(str(tmp_path))) == 3
+    picture(tmp_path / test / "new" / "1.png")
+    with pytest.raises(UserError, match="classes that the training folder lacks: new"):
+        load(str(tmp_path), split="test")
+
+
+def test_train_alone_has_nothing_to_test_on_and_can_be_a_class(tmp_path: Path) -> None:
+    picture(tmp_path / "train" / "a" / "1.png")
+    assert load(str(tmp_path)).classes == ("a",)
+    with pytest.raises(UserError, match="has train/ but none of test/"):
+        load(str(tmp_path), split="test")
+    for i in range(5):
+        picture(tmp_path / "bus" / f"{i}.png")
+        picture(tmp_path / "train" / "a" / f"{i}.png")
+    assert load(str(tmp_path)).classes == ("bus", "train")
+
+
+def test_empty_folder_and_empty_class(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "empty" / "sub").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no images in '.*empty'.*\.jpg"):
+        load(str(tmp_path / "empty"))
+    (folder / "d").mkdir()
+    with pytest.raises(UserError, match="class 'd' has no images"):
+        load(str(folder))
+    (folder / "d" / "broken.png").write_bytes(b"\x89PNG not really")
+    with (
+        pytest.raises(UserError, match=r"class 'd' has no images: none of the files in .* is readable"),
+        pytest.warns(UserWarning, match="1 unreadable file skipped"),
+    ):
+        load(str(folder))
+
+
+def test_unreadable_files_are_skipped_counted_and_listed(folder: Path) -> None:
+    whole = io.BytesIO()
+    Image.effect_noise((64, 64), 90).save(whole, "JPEG")
+    bad = {"zero.png": b"", "text.jpg": b"hello", "cut.jpg": whole.getvalue()[:700]}
+    for name, content in bad.items():
+        (folder / "a" / name).write_bytes(content)
+    with pytest.warns(UserWarning, match="3 unreadable files skipped") as record:
+        source = load(str(folder))
+    assert len(source) == 24
+    assert {Path(line.split(":")[0]).name for line in source.skipped} == set(bad)
+    assert all(name in str(record[0].message) for name in bad)
+    assert torch.equal(source.data[:, 0, 0, 0].long() % 3, source.labels)  # labels stay with their images
+
+
+def test_nothing_readable(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"")
+    with pytest.raises(UserError, match="none of the 1 image files"), pytest.warns(UserWarning, match="skipped"):
+        load(str(tmp_path))
+    source = load(str(tmp_path), residency="stream", image_size=8)
+    with pytest.raises(UserError, match="no readable image left"):
+        source.images(torch.tensor([0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "value", "expected"),
+    [
+        ("a.png", "L", 90, 90),
+        ("a.png", "RGBA", 90, 90),
+        ("a.gif", "P", 0, 0),
+        ("a.png", "I;16", 90 * 257, 90),
+        ("a.bmp", "RGB", 90, 90),
+        ("a.webp", "RGB", 90, 90),
+        ("a.tiff", "L", 90, 90),
+        ("A.JPG", "RGB", 90, 90),
+    ],
+)
+def test_formats(tmp_path: Path, name: str, mode: str, value: int, expected: int) -> None:
+    picture(tmp_path / name, value, (20, 14), mode)
+    source = load(str(tmp_path))
+    assert source.shape == (3, 14, 14)
+    assert (source.data.int() - expected).abs().max() <= 2
+
+
+def test_sizes_and_orientation(tmp_path: Path) -> None:
+    for i, size in enumerate([(20, 30), (30, 20), (500, 400), (24, 24), (26, 22)]):
+        picture(tmp_path / f"{i}.png", size=size)
+    assert load(str(tmp_path)).shape == (3, 22, 22)  # the median short side
+    assert load(str(tmp_path), image_size=9).shape == (3, 9, 9)
+    left_red = Image.new("RGB", (40, 40), (0, 0, 255))
+    left_red.paste((255, 0, 0), (0, 0, 20, 40))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn clockwise by a quarter: left becomes top
+    left_red.save(tmp_path / "turned.jpg", exif=exif, quality=95)
+    seen = decode(tmp_path / "turned.jpg", 40)
+    assert seen[0, 5, 20] > 200
+    assert seen[0, 35, 20] < 50

@@ -1,0 +1,222 @@
+"""Endless, complete, biased as asked, and the same after a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from duel.data import ArraySource, Source, Stream, batches, class_weights, load
+from duel.data import stream as stream_module
+from duel.errors import UserError
+
+
+def numbered(n: int = 50, side: int = 8, classes: int = 5, resident: bool = True) -> ArraySource:
+    """Image i is filled with the value i, so that it can be told from its pixels."""
+    images = torch.arange(n, dtype=torch.uint8).view(-1, 1, 1, 1).expand(n, 3, side, side).contiguous()
+    return ArraySource(images, torch.arange(n) % classes, name="numbered", resident=resident)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for i in range(30):
+        (tmp_path / f"c{i % 3}").mkdir(exist_ok=True)
+        Image.new("RGB", (10, 10), (i, i, i)).save(tmp_path / f"c{i % 3}" / f"{i:02}.png")
+    return tmp_path
+
+
+def make(source: Source, **settings: object) -> Stream:
+    return Stream(source, **{"batch_size": 8, "device": "cpu", "seed": 3, **settings})
+
+
+def test_every_item_once_an_epoch_in_a_new_order() -> None:
+    stream = make(numbered())
+    shown = []
+    for _ in range(25):  # 200 items: four epochs, with batches across their borders
+        images, ids = stream.next()
+        assert images.shape == (8, 3, 8, 8)
+        assert images.dtype == torch.uint8
+        assert torch.equal(images[:, 0, 0, 0].long(), ids)
+        shown.append(ids)
+    epochs = torch.cat(shown).view(4, 50)
+    assert all(torch.equal(e.sort().values, torch.arange(50)) for e in epochs)
+    assert len({tuple(e.tolist()) for e in epochs}) == 4
+    assert stream.epoch == pytest.approx(4)
+
+
+def test_only_the_subset() -> None:
+    stream = make(numbered(), ids=torch.tensor([3, 7, 11, 19, 23, 31, 40, 41, 49]))
+    ids = torch.cat([stream.next()[1] for _ in range(9)])
+    assert torch.bincount(ids, minlength=50)[[3, 7, 11, 19, 23, 31, 40, 41, 49]].tolist() == [8] * 9
+    assert len(ids) == 72
+
+
+def test_draws_with_weights_also_inside_a_subset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "DRAW_BLOCK", 100)  # several blocks
+    source = numbered()
+    stream = make(source, weights=class_weights(5, bias=16))
+    ids = torch.cat([stream.next()[1] for _ in range(250)])
+    assert float((source.labels[ids] == 0).float().mean()) == pytest.approx(16 / 20, abs=0.04)
+    subset = torch.arange(25)
+    ids = torch.cat(
+        [(make(source, weights=class_weights(5, bias=16), ids=subset, seed=s)).next()[1] for s in range(200)]
+    )
+    assert ids.max() < 25
+    assert float((source.labels[ids] == 0).float().mean()) == pytest.approx(16 / 20, abs=0.05)
+
+
+def test_seeds() -> None:
+    source = numbered()
+    assert torch.equal(make(source).next()[1], make(source).next()[1])
+    assert not torch.equal(make(source).next()[1], make(source, seed=4).next()[1])
+
+
+SETTINGS = [{}, {"weights": class_weights(5, bias=9)}, {"ids": torch.arange(20)}, {"dwell": 3}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("steps", [0, 7, 25])
+def test_a_restart_goes_on_bit_for_bit(settings: dict[str, object], resident: bool, steps: int) -> None:
+    source = numbered(resident=resident)
+    stream = make(source, **settings)
+    for _ in range(steps):
+        stream.next()
+    state = stream.state_dict()
+    assert all(type(v) is int for v in state.values())  # a checkpoint loads them with weights_only=True
+    after = [stream.next() for _ in range(9)]
+    again = make(source, **{**settings, "seed": 99})
+    again.next()
+    again.load_state_dict(state)
+    for images, ids in after:
+        x, y = again.next()
+        assert torch.equal(x, images)
+        assert torch.equal(y, ids)
+
+
+def test_resident_and_streamed_give_the_same_and_spare_the_global_random_state() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    one, two = make(numbered(), dwell=2), make(numbered(resident=False), dwell=2)
+    for _ in range(20):
+        (x, i), (y, j) = one.next(), two.next()
+        assert torch.equal(x, y)
+        assert torch.equal(i, j)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dwell_shows_runs_of_nearly_identical_frames() -> None:
+    images = torch.randint(60, 200, (40, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    stream = make(ArraySource(images), dwell=4)
+    seen, ids = (torch.cat(t) for t in zip(*[stream.next() for _ in range(20)], strict=True))
+    runs = ids.view(-1, 4)
+    assert (runs == runs[:, :1]).all()
+    assert torch.equal(runs[:, 0].sort().values, torch.arange(40))  # 160 frames: each item once
+    assert torch.equal(seen.view(40, 4, 3, 32, 32)[:, 0], images[runs[:, 0]])
+    later, first = seen.view(40, 4, 3, 32, 32)[:, 1:].float(), images[runs[:, 0]].unsqueeze(1).float()
+    assert (later != first).flatten(2).any(2).float().mean() > 0.9
+    # Undo the gain and the best shift of at most 2 pixels: what remains is rounding.
+    inner = first[..., 4:28, 4:28]
+    shifts = [later[..., 4 + dy : 28 + dy, 4 + dx : 28 + dx] for dy in range(-2, 3) for dx in range(-2, 3)]
+    gain = [s.mean((-1, -2, -3), keepdim=True) / inner.mean((-1, -2, -3), keepdim=True) for s in shifts]
+    error = torch.stack([(s / g - inner).abs().amax((-1, -2, -3)) for s, g in zip(shifts, gain, strict=True)]).amin(0)
+    assert error.max() < 2
+    assert later.mean() / first.mean() == pytest.approx(1, abs=0.03)
+
+
+def test_batches_are_written_into_given_tensors() -> None:
+    one, two = make(numbered()), make(numbered())
+    out = torch.empty(8, 3, 8, 8, dtype=torch.uint8), torch.empty(8, dtype=torch.int64)
+    for _ in range(8):
+        images, ids = two.next(out=out)
+        assert images is out[0]
+        assert ids is out[1]
+        x, i = one.next()
+        assert torch.equal(x, images)
+        assert torch.equal(i, ids)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_streamed_folder_equals_a_resident_one_and_resumes(folder: Path, workers: int) -> None:
+    held, streamed = load(str(folder)), load(str(folder), residency="stream")
+    assert len(held) == len(streamed) == 24
+    one, two = make(held, workers=workers), make(streamed, workers=workers)
+    for _ in range(5):
+        (x, i), (y, j) = one.next(), two.next()
+        assert torch.equal(x, y)
+        assert torch.equal(i, j)
+    again = make(streamed, workers=workers)
+    again.load_state_dict(two.state_dict())
+    assert torch.equal(again.next()[1], one.next()[1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_that_breaks_on_the_way_is_replaced_and_listed(folder: Path, workers: int) -> None:
+    source = load(str(folder), residency="stream")
+    broken = [Path(source.paths[4]), Path(source.paths[5])]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:40])
+    stream = make(source, workers=workers)
+    with pytest.warns(UserWarning, match="unreadable file"):
+        seen = [stream.next() for _ in range(3)]
+    images, ids = (torch.cat(t) for t in zip(*seen, strict=True))
+    assert 4 not in ids
+    assert 5 not in ids
+    assert len(ids) == 24
+    names = [int(Path(source.paths[i]).stem) for i in ids.tolist()]
+    assert images[:, 0, 0, 0].tolist() == names  # the ids say what is really shown
+    assert sorted(line.split(":")[0] for line in source.skipped) == sorted(map(str, broken))
+    fresh = load(str(folder), residency="stream")
+    with pytest.warns(UserWarning, match="2 unreadable files skipped"):
+        held = fresh.images(torch.arange(24))
+    assert int(held[4, 0, 0, 0]) % 3 == int(source.labels[4])  # replaced by one of its class
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_each_item_once_in_order(resident: bool) -> None:
+    passes = list(batches(numbered(resident=resident), batch_size=16, device="cpu"))
+    assert [len(i) for _, i in passes] == [16, 16, 16, 2]
+    assert torch.equal(torch.cat([i for _, i in passes]), torch.arange(50))
+    assert torch.equal(torch.cat([x for x, _ in passes])[:, 0, 0, 0].long(), torch.arange(50))
+    some = torch.cat([i for _, i in batches(numbered(), batch_size=2, device="cpu", ids=torch.tensor([9, 2, 4]))])
+    assert some.tolist() == [9, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"batch_size": 51}, "batch_size 51 is larger than the data: numbered has 50 images"),
+        ({"ids": torch.arange(7)}, r"batch_size 8 .* has 7 images \(the biased subset\)"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"dwell": 0}, "dwell must be at least 1 frame per item, got 0"),
+        ({"weights": class_weights(6)}, "class 5 has no images"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        make(numbered(), **settings)
+
+
+def test_a_position_of_another_stream_is_refused() -> None:
+    with pytest.raises(UserError, match="other data or settings"):
+        make(numbered()).load_state_dict({"seed": 3, "block": 0, "offset": 60})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_gpu_sees_what_the_cpu_sees_without_waiting() -> None:
+    source = numbered()
+    for settings in SETTINGS:
+        cpu, gpu = make(source, **settings), make(source, device="cuda", **settings)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            seen = [gpu.next() for _ in range(20)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for images, ids in seen:
+            x, i = cpu.next()
+            assert torch.equal(x, images.cpu())
+            assert torch.equal(i, ids.cpu())
