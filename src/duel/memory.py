@@ -1,0 +1,405 @@
+"""WorkingMemory: what is held. Which item leaves is the policy's business (`duel.policies`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from duel import policies
+from duel.errors import UserError
+from duel.hashing import uniform
+from duel.replacement import acceptable_rows, check_rows, expected_duplicates
+
+PayloadSpec = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Evicted(NamedTuple):
+    """What left the memory in one update. Row b belongs to newcomer b and means something where `valid[b]`."""
+
+    valid: Tensor
+    """bool (B,): newcomer b took the place of an item that was in memory before this update."""
+    embeddings: Tensor
+    """(B, d)"""
+    payload: dict[str, Tensor]
+
+
+class WorkingMemory(nn.Module):
+    """K slots, each an embedding on the unit sphere plus whatever else is to be kept; a policy decides who leaves.
+
+    Args:
+        size: K, the number of slots.
+        dim: d, of the embeddings.
+        policy: a name ("duel", "fifo", "reservoir", "random", "minred", "adaptive") or a `duel.policies.Policy`.
+        payload: what each slot keeps besides its embedding, as {name: (shape, dtype)}; for instance
+            {"image": ((3, 32, 32), torch.uint8), "id": ((), torch.int64)}.
+        policy_dim: a second vector per slot, of this dimension, for the policy to compare instead of the embedding.
+        normalize: bring given embeddings to unit length instead of refusing others.
+        dtype: of the stored embeddings.
+        seed: of `sample`.
+
+    All state is in `state_dict`. On the CPU bad rows are an error at once. On a GPU looking would mean waiting for the
+    device, so there bad rows are turned away (slot -1) and counted, and the error comes when the count is next read:
+    in `check` or `state_dict`. Once full, `update`, `refresh` and `sample` can be captured in a CUDA graph.
+    """
+
+    _embeddings: Tensor
+    _compared: Tensor | None
+    _admitted_at: Tensor
+    _encoded_at: Tensor
+    _clock: Tensor
+    _rejected: Tensor
+    _draws: Tensor
+
+    def __init__(
+        self,
+        size: int,
+        dim: int,
+        policy: Any = "duel",
+        payload: PayloadSpec | None = None,
+        *,
+        policy_dim: int | None = None,
+        normalize: bool = False,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value in (("size", size), ("dim", dim), ("policy_dim", policy_dim)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UserError(f"{name} must be a whole number >= 1, got {value!r}")
+        if not dtype.is_floating_point:
+            raise UserError(f"dtype must be a floating-point type, got {dtype}")
+        self.size, self.dim, self.policy_dim, self.normalize, self.seed = size, dim, policy_dim, normalize, seed
+        self.payload = dict(payload or {})
+        self.register_buffer("_embeddings", torch.zeros(size, dim, dtype=dtype))
+        self.register_buffer("_compared", None if policy_dim is None else torch.zeros(size, policy_dim, dtype=dtype))
+        for name, (shape, kind) in self.payload.items():
+            if not name.isidentifier() or name in ("policy_embeddings", "evicted"):
+                raise UserError(f"payload name {name!r} cannot be used; take another plain name")
+            self.register_buffer(f"_payload_{name}", torch.zeros(size, *shape, dtype=kind))
+        for name in ("_admitted_at", "_encoded_at"):
+            self.register_buffer(name, torch.zeros(size, dtype=torch.int64))
+        for name in ("_clock", "_rejected", "_draws"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.int64))
+        self._filled = 0  # on the host, so that no step asks the device whether the memory is full
+        self.policy = policies.get(policy)
+        self.policy.attach(self)
+
+    # ---------------------------------------------------------------- what is there
+
+    def __len__(self) -> int:
+        return self._filled
+
+    def __bool__(self) -> bool:
+        return True  # an empty memory is still a memory
+
+    @property
+    def full(self) -> bool:
+        return self._filled == self.size
+
+    @property
+    def embeddings(self) -> Tensor:
+        """(filled, d): never an empty slot."""
+        return self._embeddings[: self._filled]
+
+    @property
+    def compared(self) -> Tensor:
+        """The vectors the policy compares: the second ones if there are any, the embeddings otherwise."""
+        return (self._embeddings if self._compared is None else self._compared)[: self._filled]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The payload of the filled slots."""
+        if name not in self.payload:
+            raise UserError(f"this memory keeps no {name!r}; it keeps {', '.join(self.payload) or 'embeddings only'}")
+        return self._stored(name)[: self._filled]
+
+    def _stored(self, name: str) -> Tensor:
+        return self.get_buffer(f"_payload_{name}")
+
+    @property
+    def age(self) -> Tensor:
+        """int64 (filled,): updates since the item was admitted."""
+        return (self._clock - self._admitted_at)[: self._filled]
+
+    @property
+    def staleness(self) -> Tensor:
+        """int64 (filled,): updates since the item was last encoded."""
+        return (self._clock - self._encoded_at)[: self._filled]
+
+    def stalest(self, n: int) -> Tensor:
+        """int64 (min(n, filled),): the slots encoded longest ago, the stalest first, ties to the lowest slot."""
+        return torch.sort(self.staleness, descending=True, stable=True).indices[:n]
+
+    def expected_duplicates(self, score: Any = None) -> Tensor:
+        """float64 (filled,): N(j), by the policy's score (linear where it has none) unless another is named."""
+        own = getattr(self.policy, "score", None)
+        if score is None and self.full and isinstance(self.policy, policies.Duel):
+            return self.policy.carried(self).clone()
+        if not self._filled:
+            return torch.zeros(0, dtype=torch.float64, device=self._embeddings.device)
+        return expected_duplicates(self.compared, score if score is not None else own or "linear")
+
+    def negatives(self, exclude_ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """((n, d) embeddings, bool (B, n) | None): True where slot n holds the item `exclude_ids[b]` itself."""
+        if exclude_ids is None:
+            return self.embeddings, None
+        return self.embeddings, exclude_ids[:, None] == self["id"][None, :]
+
+    def sample(self, n: int) -> Tensor:
+        """int64 (n,): slots drawn without replacement, in random order."""
+        if not 0 <= n <= self._filled:
+            raise UserError(f"cannot draw {n} different slots from {self._filled} filled ones")
+        counters = self._draws * self.size + torch.arange(self._filled, device=self._draws.device)
+        self._draws += 1
+        return uniform(self.seed, counters).topk(n).indices
+
+    # ---------------------------------------------------------------- what changes
+
+    @torch.no_grad()
+    def update(
+        self, embeddings: Tensor, *, policy_embeddings: Tensor | None = None, evicted: bool = False, **payload: Tensor
+    ) -> Any:
+        """Offer newcomers (B, d), in order. Returns their slots, int64 (B,), -1 where one was turned away.
+
+        With evicted=True returns (slots, Evicted): what left, copied before it was overwritten.
+        """
+        newcomers, compared, accepted = self._examine(embeddings, policy_embeddings)
+        self._check_payload(payload, newcomers.shape[0])
+        self._clock += 1
+        count = newcomers.shape[0]
+        filling = min(count, self.size - self._filled)
+        slots = torch.arange(self._filled, self._filled + count, device=newcomers.device)
+        before = self._filled
+        if filling:
+            if accepted is not None:  # one host read per batch, only while filling
+                keep = accepted.nonzero()[:, 0]
+                if keep.numel() < count:
+                    return self._fill_with(keep, newcomers, compared, payload, count, evicted)
+            self._write(
+                slots[:filling], newcomers[:filling], compared[:filling], {k: v[:filling] for k, v in payload.items()}
+            )
+            self._filled += filling
+        gone = self._empty_evicted(count) if evicted else None
+        if filling < count:
+            part = slice(filling, None)
+            # making room for age overwrites embeddings before the rest is chosen: keep what must be handed out
+            residents = self._embeddings.clone() if gone and self.policy.max_age is not None else self._embeddings
+            chosen = self._choose(compared[part], None if accepted is None else accepted[part])
+            if gone is not None:
+                self._note_evicted(gone, residents, chosen, filling, before)
+            self._write(chosen, newcomers[part], compared[part], {k: v[part] for k, v in payload.items()})
+            slots = torch.cat([slots[:filling], chosen])
+        return (slots, gone) if evicted else slots
+
+    @torch.no_grad()
+    def refresh(self, slots: Tensor, embeddings: Tensor, *, policy_embeddings: Tensor | None = None) -> None:
+        """Give distinct slots (n,) new embeddings (n, d) of the items they hold."""
+        if slots.dim() != 1 or slots.dtype != torch.int64 or slots.shape[0] != embeddings.shape[0]:
+            raise UserError(f"slots must be int64 ({embeddings.shape[0]},), got {slots.dtype} {tuple(slots.shape)}")
+        if slots.device.type == "cpu" and slots.numel():
+            if int(slots.min()) < 0 or int(slots.max()) >= self._filled:
+                raise UserError(f"slots must be between 0 and {self._filled - 1}, the filled ones")
+            if bool((slots.bincount(minlength=1) > 1).any()):
+                raise UserError("slots must differ from each other, got some twice")
+        fresh, compared, accepted = self._examine(embeddings, policy_embeddings)
+        old = self.compared[slots]
+        target = self._embeddings if self._compared is None else self._compared
+        if accepted is not None:
+            fresh = torch.where(accepted[:, None], fresh, self._embeddings[slots])
+            compared = torch.where(accepted[:, None], compared, old)
+        self._embeddings.index_copy_(0, slots, fresh)
+        if target is not self._embeddings:
+            target.index_copy_(0, slots, compared)
+        now = self._clock.expand(slots.shape)
+        self._encoded_at.index_copy_(
+            0, slots, now if accepted is None else torch.where(accepted, now, self._encoded_at[slots])
+        )
+        self.policy.refreshed(self, slots, old, accepted)
+
+    def learn(self) -> None:
+        """Let the policy learn (the paper's UpdatePolicy); once per training step."""
+        self.policy.learn(self)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for buffer in (self._clock, self._rejected, self._admitted_at, self._encoded_at, self._draws):
+            buffer.zero_()
+        self._filled = 0
+        self.policy.restart()
+
+    # ---------------------------------------------------------------- how
+
+    def _choose(self, incoming: Tensor, accepted: Tensor | None) -> Tensor:
+        """The policy's slots, after the items past their age have gone and without the rows that were refused."""
+        if accepted is not None:
+            incoming = torch.where(accepted[:, None], incoming, 0.0)
+        forced = None
+        if self.policy.max_age is not None:
+            forced = self._make_room(incoming)
+            incoming = torch.where((forced >= 0)[:, None], 0.0, incoming)
+        slots = self.policy.choose(self, incoming)
+        if accepted is not None:
+            slots = torch.where(accepted, slots, -1)
+        return slots if forced is None else torch.where(forced >= 0, forced, slots)
+
+    def _make_room(self, incoming: Tensor) -> Tensor:
+        """int64 (B,): the overdue slot that a newcomer takes, oldest first, or -1; they are exchanged at once."""
+        limit = self.policy.max_age or 0
+        count = min(incoming.shape[0], self.size)
+        oldest = torch.sort(self.age, descending=True, stable=True).indices[:count]
+        present = (incoming[:count] != 0).any(1)
+        # the i-th newcomer that takes part gets the i-th oldest slot
+        turn = torch.where(present, present.cumsum(0) - 1, 0)
+        slots = oldest[turn]
+        overdue = present & (self.age[slots] > limit)
+        # rows that take no part still need a slot of their own, because slots must be distinct: the unused tail
+        absent_turn = present.sum() + (~present).cumsum(0) - 1
+        distinct = torch.where(present, slots, oldest[absent_turn.clamp(max=count - 1)])
+        stored = self._embeddings if self._compared is None else self._compared
+        old = stored[distinct]
+        stored.index_copy_(0, distinct, torch.where(overdue[:, None], incoming[:count].to(stored.dtype), old))
+        self._admitted_at.index_copy_(0, distinct, torch.where(overdue, self._clock, self._admitted_at[distinct]))
+        self.policy.refreshed(self, distinct, old, overdue)
+        forced = torch.full((incoming.shape[0],), -1, dtype=torch.int64, device=incoming.device)
+        forced[:count] = torch.where(overdue, slots, -1)
+        return forced
+
+    def _write(self, slots: Tensor, embeddings: Tensor, compared: Tensor, payload: dict[str, Tensor]) -> None:
+        """Newcomers into their slots; where a slot is named twice the later newcomer stays; -1 goes nowhere.
+
+        Every row named for a slot writes the same final value, so the order of the writes does not matter.
+        """
+        last = torch.full((self.size,), -1, dtype=torch.int64, device=slots.device)
+        order = torch.arange(slots.shape[0], device=slots.device)
+        last.scatter_reduce_(0, slots.clamp(min=0), torch.where(slots >= 0, order, -1), "amax")
+        at = slots.clamp(min=0)
+        winner = last[at]
+        wins, winner = winner >= 0, winner.clamp(min=0)
+
+        def store(target: Tensor, values: Tensor) -> None:
+            mask = wins.reshape(-1, *[1] * (values.dim() - 1))
+            target.index_copy_(0, at, torch.where(mask, values[winner].to(target.dtype), target[at]))
+
+        store(self._embeddings, embeddings)
+        if self._compared is not None:
+            store(self._compared, compared)
+        for name, values in payload.items():
+            store(self._stored(name), values)
+        now = self._clock.expand(slots.shape)
+        store(self._admitted_at, now)
+        store(self._encoded_at, now)
+
+    def _fill_with(
+        self, keep: Tensor, embeddings: Tensor, compared: Tensor, payload: dict[str, Tensor], count: int, evicted: bool
+    ) -> Any:
+        """While filling on a GPU: only the acceptable rows, so that no slot is left empty."""
+        self._clock -= 1  # the call below counts this update
+        rest = {name: values[keep] for name, values in payload.items()}
+        second = compared[keep] if self._compared is not None else None
+        slots = torch.full((count,), -1, dtype=torch.int64, device=embeddings.device)
+        taken, gone = self.update(embeddings[keep], policy_embeddings=second, evicted=True, **rest)
+        slots[keep] = taken
+        if not evicted:
+            return slots
+        spread = self._empty_evicted(count)
+        spread.valid[keep] = gone.valid
+        spread.embeddings[keep] = gone.embeddings
+        for name, values in gone.payload.items():
+            spread.payload[name][keep] = values
+        return slots, spread
+
+    def _empty_evicted(self, count: int) -> Evicted:
+        device = self._embeddings.device
+        return Evicted(
+            torch.zeros(count, dtype=torch.bool, device=device),
+            torch.zeros(count, self.dim, dtype=self._embeddings.dtype, device=device),
+            {k: torch.zeros(count, *s, dtype=t, device=device) for k, (s, t) in self.payload.items()},
+        )
+
+    def _note_evicted(self, gone: Evicted, residents: Tensor, slots: Tensor, filling: int, before: int) -> None:
+        """Copy what the chosen slots hold now; only the first newcomer to take a slot displaces an earlier resident."""
+        first = torch.full((self.size,), slots.shape[0], dtype=torch.int64, device=slots.device)
+        order = torch.arange(slots.shape[0], device=slots.device)
+        at = slots.clamp(min=0)
+        first.scatter_reduce_(0, at, torch.where(slots >= 0, order, slots.shape[0]), "amin")
+        # items that filled their slot in this same update were not in memory before it
+        gone.valid[filling:] = (slots >= 0) & (first[at] == order) & ((at < before) | (before == self.size))
+        gone.embeddings[filling:] = residents[at]
+        for name, values in gone.payload.items():
+            values[filling:] = self._stored(name)[at]
+
+    # ---------------------------------------------------------------- what is refused
+
+    def _examine(self, embeddings: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(embeddings, vectors the policy compares, rows acceptable) in storage dtype; the last only off the CPU."""
+        if (second is None) != (self._compared is None):
+            wanted = "needs" if second is None else "keeps no second vector, so does not take"
+            raise UserError(f"this memory (policy_dim={self.policy_dim}) {wanted} policy_embeddings")
+        rows = [self._normalised(embeddings)] + ([] if second is None else [self._normalised(second)])
+        names = (("embeddings", self.dim), ("policy_embeddings", self.policy_dim or 0))
+        accepted: Tensor | None = None
+        for vectors, (name, dim) in zip(rows, names, strict=False):
+            check_rows(vectors, name, dim, self._embeddings.device)
+            if vectors.device.type != "cpu":
+                good = acceptable_rows(vectors)
+                accepted = good if accepted is None else accepted & good
+        if second is not None and second.shape[0] != embeddings.shape[0]:
+            raise UserError(f"policy_embeddings has {second.shape[0]} rows, embeddings {embeddings.shape[0]}")
+        if accepted is not None:
+            self._rejected += (~accepted).sum()
+        stored = [v.detach().to(self._embeddings.dtype) for v in rows]
+        return stored[0], stored[-1], accepted
+
+    def _normalised(self, vectors: Tensor) -> Tensor:
+        return torch.nn.functional.normalize(vectors, dim=-1) if self.normalize else vectors
+
+    def _check_payload(self, payload: dict[str, Tensor], count: int) -> None:
+        if payload.keys() != self.payload.keys():
+            raise UserError(f"payload must be {sorted(self.payload)}, got {sorted(payload)}")
+        for name, (shape, dtype) in self.payload.items():
+            values = payload[name]
+            if values.shape != (count, *shape) or values.dtype != dtype:
+                raise UserError(f"{name} must be {dtype} {(count, *shape)}, got {values.dtype} {tuple(values.shape)}")
+            if values.device != self._embeddings.device:
+                raise UserError(f"{name} is on {values.device}, the memory on {self._embeddings.device}")
+
+    def check(self) -> None:
+        """Raise if rows were turned away on the device since the last reset (reads the device)."""
+        rejected = int(self._rejected)
+        if rejected:
+            self._rejected.zero_()
+            raise UserError(
+                f"{rejected} embeddings were not finite or not of unit length and were turned away; "
+                "look for a diverged encoder, or pass normalize=True"
+            )
+
+    # ---------------------------------------------------------------- state
+
+    def get_extra_state(self) -> dict[str, int]:
+        self.check()
+        return {"filled": self._filled, "size": self.size, "dim": self.dim, "seed": self.seed}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self._filled, self.seed = state["filled"], state["seed"]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's, but a state of another size is refused before anything is changed."""
+        mine = super().state_dict()
+        for name, value in mine.items():
+            given = state_dict.get(name)
+            if isinstance(value, Tensor) and isinstance(given, Tensor) and given.shape != value.shape:
+                raise UserError(
+                    f"state_dict is of another memory: {name.lstrip('_')} has shape {tuple(given.shape)}, "
+                    f"this one {tuple(value.shape)}"
+                )
+        if strict and mine.keys() != state_dict.keys():
+            odd = sorted(mine.keys() ^ state_dict.keys())
+            raise UserError(
+                f"state_dict is of another kind of memory; keys that only one of them has: {', '.join(odd)}"
+            )
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}, dim={self.dim}, filled={self._filled}, payload={sorted(self.payload)}"

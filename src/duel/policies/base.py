@@ -1,0 +1,49 @@
+"""What every policy is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from duel.errors import UserError
+
+if TYPE_CHECKING:
+    from duel.memory import WorkingMemory
+
+
+class Policy(nn.Module):
+    """Decides which slot each newcomer takes.
+
+    Args:
+        max_age: an item that has been in memory for more than this many updates leaves first, the oldest before the
+            others, whatever the policy would say. None: never.
+    """
+
+    def __init__(self, *, max_age: int | None = None) -> None:
+        super().__init__()
+        if max_age is not None and max_age < 1:
+            raise UserError(f"max_age must be at least 1 update, or None for never, got {max_age}")
+        self.max_age = max_age
+        self._owned = False
+
+    def attach(self, memory: WorkingMemory) -> None:
+        """Called once by the memory that this policy will serve; the place to make buffers of its size."""
+        if self._owned:
+            raise UserError(
+                f"this {type(self).__name__} policy already serves another memory; give each memory a policy of its own"
+            )
+        self._owned = True
+
+    def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
+        """int64 (B,): the slot each newcomer of incoming (B, d) takes, one by one and in order; -1 turns it away."""
+        raise TypeError(f"{type(self).__name__} must define choose(memory, incoming)")
+
+    def refreshed(self, memory: WorkingMemory, slots: Tensor, old: Tensor, taken: Tensor | None = None) -> None:
+        """The distinct `slots` (n,) hold new vectors; `old` (n, d) are the former ones; taken (n,): which really do."""
+
+    def learn(self, memory: WorkingMemory) -> None:
+        """The paper's UpdatePolicy: called once per training step."""
+
+    def restart(self) -> None:
+        """The memory was emptied."""

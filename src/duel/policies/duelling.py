@@ -1,0 +1,194 @@
+"""The paper's policy, and one that adapts its score."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from duel import scores
+from duel.errors import UserError, suggest
+from duel.policies.base import Policy
+from duel.replacement import check_names, expected_duplicates, replace_unchecked
+from duel.replacement.units import compute_dtype, exact_products, exchange_units, exponent
+
+if TYPE_CHECKING:
+    from duel.memory import WorkingMemory
+
+
+class Duel(Policy):
+    """The most duplicated item leaves (the paper's naive MCP), newcomers one by one, exactly.
+
+    Args:
+        score: h, from cosine to probability of being a duplicate; a name, `"gaussian:0.1"`, a Score or a callable.
+        admit: "always" (Algorithm 2) or "compete" (Algorithm 1: the newcomer may itself be the one to go).
+        at_once: evict the B most duplicated slots in one go (Appendix A.1). Cheaper, and not the same result: the
+            duplicates that newcomers bring among themselves all enter.
+        engine: see `duel.replace`.
+        max_age: see `Policy`.
+    """
+
+    duplicates: Tensor
+
+    def __init__(
+        self,
+        score: Any = "linear",
+        *,
+        admit: str = "always",
+        at_once: bool = False,
+        engine: str = "auto",
+        max_age: int | None = None,
+    ) -> None:
+        super().__init__(max_age=max_age)
+        check_names(admit, engine)
+        if at_once and admit == "compete":
+            raise UserError("at_once evicts as many as arrive, so nothing competes: use admit='always' with it")
+        self._score = scores.get(score)
+        self.admit, self.at_once, self.engine = admit, at_once, engine
+
+    @property
+    def score(self) -> scores.Score:
+        return self._score
+
+    def attach(self, memory: WorkingMemory) -> None:
+        super().attach(memory)
+        # N of every slot, carried from batch to batch; meaningful once the memory is full
+        self.register_buffer("duplicates", torch.zeros(memory.size, dtype=torch.float64))
+        self._counted = False
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"counted": self._counted, "score": self._score.name}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        if state["score"] != self._score.name:
+            raise UserError(f"state_dict was saved with score {state['score']!r}, this policy has {self._score.name!r}")
+        self._counted = state["counted"]
+
+    def restart(self) -> None:
+        self._counted = False
+
+    def carried(self, memory: WorkingMemory) -> Tensor:
+        """N of every slot of a full memory; computed the first time it is asked for, kept up to date afterwards."""
+        if not self._counted:
+            self.duplicates.copy_(expected_duplicates(memory.compared, self.score))
+            self._counted = True
+        return self.duplicates
+
+    def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
+        carried = self.carried(memory)
+        skip = (incoming == 0).all(1)
+        if self.at_once:
+            return self._choose_at_once(memory, incoming, skip)
+        done = replace_unchecked(memory.compared, incoming, self.score, self.admit, carried, self.engine, skip)
+        self.duplicates.copy_(done.duplicates)
+        return done.slots
+
+    def _choose_at_once(self, memory: WorkingMemory, incoming: Tensor, skip: Tensor) -> Tensor:
+        """The slots with the largest N, in that order, ties to the lowest slot. More than K newcomers go in rounds."""
+        compared, chosen = memory.compared, []
+        for first in range(0, incoming.shape[0], memory.size):
+            block, left_out = incoming[first : first + memory.size], skip[first : first + memory.size]
+            ranked = torch.sort(self.duplicates, descending=True, stable=True).indices
+            slots = ranked[: block.shape[0]]
+            old = compared[slots]
+            compared = compared.index_copy(0, slots, torch.where(left_out[:, None], old, block.to(compared.dtype)))
+            self._exchange(compared, slots, old, ~left_out)
+            chosen.append(torch.where(left_out, -1, slots))
+        return torch.cat(chosen)
+
+    def refreshed(self, memory: WorkingMemory, slots: Tensor, old: Tensor, taken: Tensor | None = None) -> None:
+        if self._counted:
+            self._exchange(memory.compared, slots, old, taken)
+
+    def _exchange(self, compared: Tensor, slots: Tensor, old: Tensor, taken: Tensor | None) -> None:
+        e, dtype = exponent(compared.shape[0]), compute_dtype(compared)
+        with exact_products(compared.device):
+            total = (self.duplicates * 2.0**e).round_()
+            after = exchange_units(total, compared.to(dtype), slots, old.to(dtype), self.score, e, taken)
+            self.duplicates.copy_(after * 2.0**-e)
+
+
+class AdaptiveDuel(Duel):
+    """Duel with a score whose width follows the spread of the embeddings.
+
+    One width does not fit a whole training: too wide and all items look alike, too sharp and none does. Every `every`
+    updates the width moves to the rung of a fixed ladder (factors of √2) at which the mean item has a share `target` of
+    the memory as expected duplicates. It is found on the device, and N is then recomputed in chunks; nothing is read on
+    the host. docs/decisions.md has the measurement behind the defaults.
+    """
+
+    rung: Tensor
+    ladder: Tensor
+
+    #: τ of the ladder's rungs, sharpest first.
+    WIDTHS = tuple(2.0 ** (-12 + i / 2) for i in range(29))
+
+    def __init__(
+        self,
+        kind: str = "exponential",
+        *,
+        target: float = 0.01,
+        every: int = 50,
+        admit: str = "always",
+        engine: str = "auto",
+        max_age: int | None = None,
+    ) -> None:
+        if kind not in ("gaussian", "exponential"):
+            raise UserError(suggest("kind of adaptive score", kind, ("gaussian", "exponential")))
+        if not 0 < target < 1:
+            raise UserError(f"target must be a share of the memory between 0 and 1, got {target}")
+        if every < 1:
+            raise UserError(f"every must be at least 1 update, got {every}")
+        super().__init__(scores.exponential(), admit=admit, engine=engine, max_age=max_age)
+        self.kind, self.target, self.every = kind, target, every
+        rungs = [scores.shape_parameters(kind, tau) for tau in self.WIDTHS]
+        self.register_buffer("ladder", torch.tensor(rungs, dtype=torch.float64), persistent=False)
+        self.register_buffer("rung", torch.zeros((), dtype=torch.int64))
+        self._waited = 0
+        self._score = scores.Score(f"adaptive {kind}", kind)
+
+    @property
+    def score(self) -> scores.Score:
+        width, floor, scale = self.ladder[self.rung].unbind()
+        return scores.Score(self._score.name, self.kind, width=width, floor=floor, scale=scale)
+
+    @property
+    def tau(self) -> float:
+        """The current width (reads the device)."""
+        return float(self.WIDTHS[int(self.rung)])
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {**super().get_extra_state(), "waited": self._waited}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        super().set_extra_state(state)
+        self._waited = state["waited"]
+
+    def carried(self, memory: WorkingMemory) -> Tensor:
+        if not self._counted:
+            self.rung.copy_(self._fitting_rung(memory))
+        return super().carried(memory)
+
+    def learn(self, memory: WorkingMemory) -> None:
+        self._waited += 1
+        if self._waited < self.every or not memory.full:
+            return
+        self._waited = 0
+        self.rung.copy_(self._fitting_rung(memory))
+        self.duplicates.copy_(expected_duplicates(memory.compared, self.score))
+        self._counted = True
+
+    def _fitting_rung(self, memory: WorkingMemory) -> Tensor:
+        """The rung at which the mean N is nearest to `target` · (K - 1), judged on 512 slots against all."""
+        compared = memory.compared.to(compute_dtype(memory.compared))
+        sample = compared[:: max(1, memory.size // 512)][:512]
+        with exact_products(compared.device):
+            cosines = (sample @ compared.T).clamp_(-1.0, 1.0)
+        means = []
+        for width, floor, scale in (row.unbind() for row in self.ladder):
+            h = scores.Score("", self.kind, width=width, floor=floor, scale=scale)(cosines)
+            # minus the items' duplicates of themselves, which are exactly 1 each up to rounding
+            means.append((h.sum(dtype=torch.float64) / sample.shape[0] - 1.0) / max(1, memory.size - 1))
+        distance = (torch.stack(means).clamp(min=1e-12).log() - torch.full_like(means[0], self.target).log()).abs()
+        return distance.argmin()

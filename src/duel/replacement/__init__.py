@@ -1,0 +1,141 @@
+"""Exact batch replacement, a pure function of tensors: who leaves when newcomers arrive one by one."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from duel import scores
+from duel.errors import UserError, suggest
+from duel.replacement.dense import replace_dense
+from duel.replacement.reference import replace_reference
+from duel.replacement.units import compute_dtype, exact_products, exponent, total_units
+
+Engine = Literal["auto", "reference", "dense", "fused"]
+Admit = Literal["always", "compete"]
+ENGINES = ("auto", "reference", "dense", "fused")
+ADMIT = ("always", "compete")
+
+
+class Replacement(NamedTuple):
+    """What `replace` decided."""
+
+    slots: Tensor
+    """int64 (B,): the slot each newcomer took, -1 = turned away. A later newcomer may take an earlier one's slot."""
+    duplicates: Tensor
+    """float64 (K,): N after the batch, to pass in next time."""
+
+
+def replace(
+    memory: Tensor,
+    incoming: Tensor,
+    *,
+    score: Any = "linear",
+    admit: Admit = "always",
+    duplicates: Tensor | None = None,
+    engine: Engine = "auto",
+) -> Replacement:
+    """Let every newcomer in turn replace the most duplicated item of the memory.
+
+    Args:
+        memory: (K, d), unit rows. Not changed.
+        incoming: (B, d), unit rows. Their order is part of the definition.
+        score: h, from cosine to probability of being a duplicate; see `duel.scores`.
+        admit: "always" (Algorithm 2: every newcomer enters) or "compete" (Algorithm 1: it may itself be the one to go).
+        duplicates: N of `memory` under `score`, as the last call returned it; computed when not given.
+        engine: "reference" (the paper's loop), "dense" (PyTorch), "fused" (Triton), or "auto", the fastest that runs.
+    """
+    if memory.dim() != 2 or memory.shape[0] < 1:
+        raise UserError(f"memory must have shape (K, d) with K >= 1, got {tuple(memory.shape)}")
+    check_rows(incoming, "incoming", memory.shape[1], memory.device)
+    check_rows(memory, "memory", memory.shape[1], memory.device)
+    if duplicates is not None and (duplicates.shape != memory.shape[:1] or duplicates.device != memory.device):
+        raise UserError(
+            f"duplicates must have shape ({memory.shape[0]},) on {memory.device}, "
+            f"got {tuple(duplicates.shape)} on {duplicates.device}"
+        )
+    return replace_unchecked(memory, incoming, scores.get(score), admit, duplicates, engine)
+
+
+def replace_unchecked(
+    memory: Tensor,
+    incoming: Tensor,
+    score: scores.Score,
+    admit: str,
+    duplicates: Tensor | None,
+    engine: str,
+    skip: Tensor | None = None,
+) -> Replacement:
+    """`replace` without looking at the rows, for callers that already have. skip: bool (B,), rows to leave out."""
+    run = _engine(engine, admit, memory, score)
+    with torch.no_grad(), exact_products(memory.device):
+        dtype = compute_dtype(memory, incoming)
+        e = exponent(memory.shape[0])
+        total = None if duplicates is None else (duplicates.double() * 2.0**e).round_()
+        if incoming.shape[0] == 0:
+            total = total_units(score, memory.to(dtype), e) if total is None else total
+            return Replacement(torch.empty(0, dtype=torch.int64, device=memory.device), total * 2.0**-e)
+        slots, total = run(memory.to(dtype), incoming.to(dtype), total, score, admit, e, skip)
+        return Replacement(slots, total * 2.0**-e)
+
+
+def expected_duplicates(memory: Tensor, score: Any = "linear") -> Tensor:
+    """N(j) = Σ_{i≠j} h(z_i · z_j) of every row of memory (K, d): float64 (K,). Eq. 5 of the paper."""
+    with torch.no_grad(), exact_products(memory.device):
+        e = exponent(memory.shape[0])
+        return total_units(scores.get(score), memory.to(compute_dtype(memory)), e) * 2.0**-e
+
+
+def check_names(admit: str, engine: str) -> None:
+    if engine not in ENGINES:
+        raise UserError(suggest("engine", engine, ENGINES))
+    if admit not in ADMIT:
+        raise UserError(suggest("admit mode", admit, ADMIT))
+
+
+def _engine(engine: str, admit: str, memory: Tensor, score: scores.Score) -> Any:
+    check_names(admit, engine)
+    if engine == "reference":
+        return replace_reference
+    if engine == "dense":
+        return replace_dense
+    from duel.replacement import fused
+
+    if engine == "fused":
+        why_not = fused.unavailable(memory, score)
+        if why_not:
+            raise UserError(f"engine 'fused' cannot run here: {why_not}; use engine='auto' or 'dense'")
+        return fused.replace_fused
+    return fused.replace_fused if memory.is_cuda and not fused.unavailable(memory, score) else replace_dense
+
+
+def unit_tolerance(dtype: torch.dtype) -> float:
+    """How far from 1 the length of a normalised row may be: a few roundings of the dtype it is held in."""
+    return max(1e-4, 4 * torch.finfo(dtype).eps)
+
+
+def check_rows(rows: Tensor, name: str, dim: int, device: torch.device) -> None:
+    """Shape, device and dtype always; finite and unit length where looking at the values costs no synchronisation."""
+    if rows.dim() != 2 or rows.shape[1] != dim:
+        raise UserError(f"{name} must have shape (n, {dim}), got {tuple(rows.shape)}")
+    if rows.device != device:
+        raise UserError(f"{name} is on {rows.device}, the memory on {device}; move one of them with .to()")
+    if not rows.is_floating_point():
+        raise UserError(f"{name} must be floating point, got {rows.dtype}")
+    if rows.device.type == "cpu":
+        bad = ~acceptable_rows(rows)
+        if bool(bad.any()):
+            at = int(bad.nonzero()[0])
+            length = float(rows[at].double().norm())
+            said = f"has length {length:g}" if length == length and length != float("inf") else "is not finite"
+            raise UserError(
+                f"{name} must hold finite rows of unit length: row {at} {said}; use torch.nn.functional.normalize"
+            )
+
+
+def acceptable_rows(rows: Tensor) -> Tensor:
+    """bool (n,): finite and of unit length. NaN compares false."""
+    length: Tensor = torch.linalg.vector_norm(rows.to(compute_dtype(rows)), dim=1)
+    return (length - 1.0).abs() <= unit_tolerance(rows.dtype)

@@ -1,0 +1,270 @@
+# mypy: ignore-errors
+"""The Triton kernels behind the fused engine. Imported only where Triton is.
+
+They run on a CUDA device, and on the CPU in Triton's interpreter (`TRITON_INTERPRET=1`), one program after the other.
+Whole numbers of units (see `units.py`) make every sum below exact, so atomics and any order of blocks give one result.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# How a cosine becomes h: the number is `KIND` in the kernels. PLAIN: the matrix already holds units.
+PLAIN, LINEAR, QUADRATIC, GAUSSIAN, EXPONENTIAL = range(5)
+KINDS = {"linear": LINEAR, "quadratic": QUADRATIC, "gaussian": GAUSSIAN, "exponential": EXPONENTIAL}
+
+#: Bits of an arg-max key that hold a candidate's place; N in units takes the 52 above them.
+PLACE_BITS = 11
+PLACES = 1 << PLACE_BITS
+
+
+@triton.jit
+def _round(x):
+    """To the nearest whole number, ties to even: |x| < 2^22 by the usual constant, above that it is done already."""
+    if x.dtype == tl.float64:
+        magic = 6755399441055744.0  # 1.5 · 2^52
+        return (x + magic) - magic
+    else:
+        small = tl.abs(x) < 4194304.0
+        magic = 12582912.0  # 1.5 · 2^23
+        return tl.where(small, (tl.where(small, x, 0.0) + magic) - magic, x)
+
+
+@triton.jit
+def _units(x, params, one, KIND: tl.constexpr):
+    """cosines -> whole units. params: width, floor, scale in the dtype of x; one: 2^e."""
+    if KIND == 0:
+        return x
+    else:
+        x = tl.minimum(tl.maximum(x, -1.0), 1.0)
+        if KIND == 1:
+            h = (x + 1.0) * 0.5
+        elif KIND == 2:
+            h = (x + 1.0) * 0.5
+            h = h * h
+        else:
+            width = tl.load(params)
+            floor = tl.load(params + 1)
+            scale = tl.load(params + 2)
+            far = 1.0 - x
+            if KIND == 3:
+                far = far * far
+            h = (tl.exp(far * width) - floor) * scale
+        return _round(h * one)
+
+
+@triton.jit
+def score_kernel(
+    matrix, row_sums, column_sums, start, params, one, rows, columns,
+    KIND: tl.constexpr, DIAGONAL: tl.constexpr, STORE: tl.constexpr, COLUMN_SUMS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """cosines (rows, columns) -> units in place, with row sums (+ `start`) and column sums in float64."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    row_ok = r < rows
+    total = tl.zeros((ROWS,), dtype=tl.float64)
+    if start is not None:
+        total += tl.load(start + r, mask=row_ok, other=0.0)
+    for first in range(0, columns, COLUMNS):
+        c = first + tl.arange(0, COLUMNS)
+        at = matrix + r[:, None] * columns + c[None, :]
+        ok = row_ok[:, None] & (c < columns)[None, :]
+        h = _units(tl.load(at, mask=ok, other=-1.0), params, one, KIND)
+        if DIAGONAL:
+            h = tl.where(r[:, None] == c[None, :], 0.0, h)
+        h = tl.where(ok, h, 0.0)
+        if STORE:
+            tl.store(at, h, mask=ok)
+        wide = h.to(tl.float64)
+        total += tl.sum(wide, axis=1)
+        if COLUMN_SUMS:
+            tl.atomic_add(column_sums + c, tl.sum(wide, axis=0), mask=c < columns, sem="relaxed")
+    tl.store(row_sums + r, total, mask=row_ok)
+
+
+@triton.jit
+def _higher(key, item, other_key, other_item):
+    """Combine for the arg-max below. Keys of living items differ, so there are no ties to break here."""
+    take = other_key > key
+    return tl.where(take, other_key, key), tl.where(take, other_item, item)
+
+
+@triton.jit
+def simulate_kernel(
+    h, start, skip, position, evicted, level, after, candidates, count,
+    COMPETE: tl.constexpr, ITEMS: tl.constexpr, PLACE_BITS: tl.constexpr,
+):  # fmt: skip
+    """The policy on `candidates` residents and `count` newcomers, one program. See `dense.Batch` for the idea.
+
+    h: (n, n) units with a zero diagonal, n = candidates + count; start (n,): N of each item against the memory.
+    Out, per newcomer: position (-1 = turned away), evicted item, its N when it left; per candidate's place: N after.
+    An item's key is its N followed by its place counted from the end, so the largest key is the largest N at the
+    lowest slot. A newcomer that competes has the last place: it loses ties.
+    """
+    LAST: tl.constexpr = (1 << PLACE_BITS) - 1
+    items = candidates + count  # at most 2,560, so their square fits 32 bits
+    item = tl.arange(0, ITEMS)
+    ok = item < items
+    n = tl.load(start + item, mask=ok, other=0.0).to(tl.int64)
+    place = tl.where(item < candidates, item, -1)
+    row = tl.load(h + candidates * items + item, mask=ok, other=0.0).to(tl.int64)
+    for b in range(0, count):
+        me = candidates + b
+        # the next newcomer's row does not depend on who leaves: fetch it while the arg-max runs
+        following = tl.load(h + tl.minimum(me + 1, items - 1) * items + item, mask=ok, other=0.0)
+        left_out = tl.load(skip + b) != 0
+        if COMPETE:
+            value = n + row
+            where = tl.where(item == me, LAST, place)
+        else:
+            value = n
+            where = place
+        # float32 cosines of one pair may differ between products, which can leave an N of zero a unit below it
+        key = tl.where(where >= 0, (tl.maximum(value, 0) << PLACE_BITS) | (LAST - where), -1)
+        best, gone = tl.reduce((key, item), 0, _higher)
+        taken = LAST - (best & LAST).to(tl.int32)
+        turned_away = (gone == me) | left_out
+        gone = tl.where(turned_away, me, gone)  # exchanging a newcomer for itself changes nothing
+        other = tl.load(h + gone * items + item, mask=ok, other=0.0).to(tl.int64)
+        n += row - other
+        place = tl.where(item == me, taken, place)
+        place = tl.where(item == gone, -1, place)
+        tl.store(position + b, tl.where(turned_away, -1, taken))
+        tl.store(evicted + b, gone)
+        # a newcomer that takes no part can have no rival
+        tl.store(level + b, tl.where(left_out, float("inf"), (best >> PLACE_BITS).to(tl.float64)))
+        row = following.to(tl.int64)
+    tl.store(after + place, n.to(tl.float64), mask=ok & (place >= 0))
+
+
+@triton.jit
+def verify_kernel(
+    seen, lost, total, level, taken, is_candidate, after, first_wrong, params, one, rows, count,
+    KIND: tl.constexpr, COMPETE: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """N of every slot before each newcomer, against what the simulation evicted; and N after the batch.
+
+    seen: units (rows, count) against the newcomers; lost: cosines (KIND) with the evicted items; taken (count,): the
+    slot a newcomer took, or `rows` where it was turned away. first_wrong: the earliest newcomer that a slot outside the
+    simulation should have made room for.
+    """
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    b = tl.arange(0, COUNT)
+    ok = (r < rows)[:, None] & (b < count)[None, :]
+    at = r[:, None] * count + b[None, :]
+    gain = tl.load(seen + at, mask=ok, other=0.0)
+    loss = _units(tl.load(lost + at, mask=ok, other=-1.0), params, one, KIND)
+    admitted = tl.load(taken + b, mask=b < count, other=0)
+    change = tl.where(ok & (admitted < rows)[None, :], gain.to(tl.float64) - loss.to(tl.float64), 0.0)
+    start = tl.load(total + r, mask=r < rows, other=0.0)
+    upto = tl.cumsum(change, axis=1)
+    before = start[:, None] + upto - change
+    if COMPETE:
+        before += gain.to(tl.float64)
+    bar = tl.load(level + b, mask=b < count, other=float("inf"))[None, :]
+    inside = tl.load(is_candidate + r, mask=r < rows, other=1) != 0
+    wrong = (before > bar) | ((before == bar) & (r[:, None] < admitted[None, :]))
+    wrong = wrong & ok & (inside == 0)[:, None]
+    first = tl.min(tl.min(tl.where(wrong, b[None, :], COUNT), axis=1), axis=0)
+    if first < count:
+        tl.atomic_min(first_wrong, first)
+    tl.store(after + r, start + tl.sum(change, axis=1), mask=(r < rows) & (inside == 0))
+
+
+@triton.jit
+def _best(n, slot, source, other_n, other_slot, other_source):
+    take = (other_n > n) | ((other_n == n) & (other_slot < slot))
+    return tl.where(take, other_n, n), tl.where(take, other_slot, slot), tl.where(take, other_source, source)
+
+
+@triton.jit
+def literal_kernel(
+    memory, incoming, n, source, gained, skip, slots, first_wrong, part_n, part_slot, part_source, part_sum, arrived,
+    params, one, rows, count, dim,
+    KIND: tl.constexpr, COMPETE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """The whole batch on all slots, newcomer after newcomer: what runs when verification found a mistake.
+
+    Each of the PARTS programs owns a range of slots; they meet once per newcomer. n (rows,) holds N on entry and on
+    exit; source (rows,): which row of memory, or rows + b, a slot holds. Returns at once when there was no mistake.
+    """
+    if tl.load(first_wrong) < count:
+        me = tl.program_id(0)
+        parts = tl.num_programs(0)
+        share = tl.cdiv(tl.cdiv(rows, parts), ROWS) * ROWS
+        begin = me * share
+        end = tl.minimum(begin + share, rows)
+        d = tl.arange(0, DIM)
+        p = tl.arange(0, PARTS)
+        for b in range(0, count):
+            parity = (b % 2) * PARTS
+            newcomer = tl.load(incoming + b * dim + d, mask=d < dim, other=0.0)
+            best_n = tl.full((), -1.0, tl.float64)
+            best_slot = rows
+            best_source = rows + b
+            total = tl.zeros((), tl.float64)
+            for first in range(begin, end, ROWS):
+                r = first + tl.arange(0, ROWS)
+                ok = r < end
+                src = tl.load(source + r, mask=ok, other=0)
+                old = src < rows
+                z_at = tl.where(old, src, 0).to(tl.int64)[:, None] * dim + d[None, :]
+                x_at = tl.where(old, 0, src - rows).to(tl.int64)[:, None] * dim + d[None, :]
+                live = ok[:, None] & (d < dim)[None, :]
+                z = tl.load(memory + z_at, mask=live & old[:, None], other=0.0)
+                z += tl.load(incoming + x_at, mask=live & (old == 0)[:, None], other=0.0)
+                g = tl.where(ok, _units(tl.sum(z * newcomer[None, :], axis=1), params, one, KIND), 0.0).to(tl.float64)
+                tl.store(gained + r, g, mask=ok)
+                total += tl.sum(g, axis=0)
+                value = tl.load(n + r, mask=ok, other=-1.0)
+                if COMPETE:
+                    value = tl.where(ok, value + g, -1.0)
+                top, slot, from_ = tl.reduce((value, r, src), 0, _best)
+                best_n, best_slot, best_source = _best(best_n, best_slot, best_source, top, slot, from_)
+            tl.store(part_n + parity + me, best_n)
+            tl.store(part_slot + parity + me, best_slot)
+            tl.store(part_source + parity + me, best_source)
+            tl.store(part_sum + parity + me, total)
+            tl.debug_barrier()
+            tl.atomic_add(arrived, 1)
+            while tl.atomic_add(arrived, 0) < (b + 1) * parts:
+                pass
+            tl.debug_barrier()
+            here = p < parts
+            top, slot, from_ = tl.reduce(
+                (
+                    tl.load(part_n + parity + p, mask=here, other=-1.0, cache_modifier=".cg"),
+                    tl.load(part_slot + parity + p, mask=here, other=rows, cache_modifier=".cg"),
+                    tl.load(part_source + parity + p, mask=here, other=0, cache_modifier=".cg"),
+                ),
+                0,
+                _best,
+            )  # fmt: skip
+            total = tl.sum(tl.load(part_sum + parity + p, mask=here, other=0.0, cache_modifier=".cg"), axis=0)
+            out = tl.load(skip + b) != 0
+            if COMPETE:
+                out = out | (total > top)
+            if me == 0:
+                tl.store(slots + b, tl.where(out, -1, slot).to(tl.int64))
+            if out == 0:
+                resident = tl.load(memory + tl.minimum(from_, rows - 1) * dim + d, mask=d < dim, other=0.0)
+                arrival = tl.load(incoming + tl.maximum(from_ - rows, 0) * dim + d, mask=d < dim, other=0.0)
+                gone = tl.where(from_ < rows, resident, arrival)
+                for first in range(begin, end, ROWS):
+                    r = first + tl.arange(0, ROWS)
+                    ok = r < end
+                    src = tl.load(source + r, mask=ok, other=0)
+                    old = src < rows
+                    z_at = tl.where(old, src, 0).to(tl.int64)[:, None] * dim + d[None, :]
+                    x_at = tl.where(old, 0, src - rows).to(tl.int64)[:, None] * dim + d[None, :]
+                    live = ok[:, None] & (d < dim)[None, :]
+                    z = tl.load(memory + z_at, mask=live & old[:, None], other=0.0)
+                    z += tl.load(incoming + x_at, mask=live & (old == 0)[:, None], other=0.0)
+                    loss = _units(tl.sum(z * gone[None, :], axis=1), params, one, KIND).to(tl.float64)
+                    g = tl.load(gained + r, mask=ok, other=0.0)
+                    value = tl.load(n + r, mask=ok, other=0.0) + g - loss
+                    value = tl.where(r == slot, total - g, value)
+                    tl.store(n + r, value, mask=ok)
+                    tl.store(source + r, tl.where(r == slot, rows + b, src), mask=ok)
+                tl.debug_barrier()

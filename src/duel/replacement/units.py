@@ -1,0 +1,105 @@
+"""Expected duplicates in whole units, so that sums are exact.
+
+N(j) = Σ_{i≠j} h(z_i · z_j) decides who leaves, and differences in the last bit decide ties. Each h is therefore rounded
+to a multiple of 2^-e with e <= 40 and K · 2^e < 2^52: all sums of them are then exact in float64, in whatever order they are taken.
+A carried N never drifts by summation, exact duplicates tie exactly, and engines that see the same cosines agree bit for
+bit. e is 40 up to 4,095 slots and 31 for a million. Below, "units" are h · 2^e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from duel.scores import Score
+
+#: Rows of h that exist at a time when N is computed from scratch: `CHUNK_ELEMENTS / K`.
+CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 28}
+
+#: Above so many slots the linear score is summed by its shortcut.
+SHORTCUT = 256
+
+
+def exponent(size: int) -> int:
+    """e of this module's docstring, for a memory of `size` slots."""
+    return min(40, 52 - size.bit_length())
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 where any input is; float32 otherwise (narrower inputs are widened, which is exact)."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """IEEE products whatever the caller has set: no autocast, no TF32."""
+    with torch.autocast(device.type, enabled=False):
+        if device.type != "cuda":
+            yield
+            return
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = False
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def units(score: Score, rows: Tensor, columns: Tensor, e: int) -> Tensor:
+    """h(rows · columns) in units: (n, d), (m, d) -> (n, m), in the dtype of the inputs."""
+    return to_units(score, rows @ columns.T, e)
+
+
+def to_units(score: Score, cosines: Tensor, e: int) -> Tensor:
+    """cosines (overwritten) -> whole numbers h · 2^e."""
+    h = score._evaluate_(cosines.clamp_(-1.0, 1.0))
+    return h.mul_(2.0**e).round_()
+
+
+def total_units(score: Score, memory: Tensor, e: int) -> Tensor:
+    """N(j) of every slot, in units: (K, d) -> float64 (K,). The diagonal is zeroed before summing."""
+    size = memory.shape[0]
+    if score.kind == "linear" and size > SHORTCUT:
+        return _total_linear(memory, e)
+    step = max(1, CHUNK_ELEMENTS["cuda" if memory.is_cuda else "cpu"] // max(1, size))
+    total = torch.zeros(size, dtype=torch.float64, device=memory.device)
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        # the matrix is symmetric: pairs left of the diagonal block were already counted from the other side
+        h = units(score, memory[start:stop], memory[start:], e)
+        h.diagonal().zero_()
+        total[start:stop] += h.sum(1, dtype=torch.float64)
+        if stop < size:
+            total[stop:] += h[:, stop - start :].sum(0, dtype=torch.float64)
+    return total
+
+
+def _total_linear(memory: Tensor, e: int) -> Tensor:
+    """For the linear score N(j) is affine in z_j · Σ z_i: no K × K products."""
+    z = memory.double()
+    others = z @ z.sum(0) - z.square().sum(1)
+    return others.add_(memory.shape[0] - 1).mul_(0.5 * 2.0**e).round_()
+
+
+def exchange_units(
+    total: Tensor, memory: Tensor, slots: Tensor, old: Tensor, score: Score, e: int, taken: Tensor | None = None
+) -> Tensor:
+    """N in units after the *distinct* `slots` of `memory` (K, d), which held `old` (n, d), got what they hold now.
+
+    taken: bool (n,), False where the slot did not change after all.
+    """
+    new = memory[slots]
+    gained = units(score, memory, new, e)  # (K, n): what each slot sees of the new items
+    lost = units(score, memory, old, e)
+    if taken is not None:
+        gained, lost = gained * taken, lost * taken
+    result = total + gained.sum(1, dtype=torch.float64) - lost.sum(1, dtype=torch.float64)
+    fresh = units(score, new, memory, e)  # a changed slot is summed anew: (n, K) without itself
+    fresh.scatter_(1, slots[:, None], 0.0)
+    fresh_total = fresh.sum(1, dtype=torch.float64)
+    if taken is not None:
+        fresh_total = torch.where(taken, fresh_total, result[slots])
+    return result.index_copy(0, slots, fresh_total)

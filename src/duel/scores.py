@@ -1,0 +1,152 @@
+"""h: from the cosine of two embeddings to the probability that they are duplicates.
+
+Every score maps -1 to 0 and 1 to 1 and never decreases in between. A score is given by object (`gaussian(0.1)`), by
+name (`"gaussian"`), by name and width (`"gaussian:0.1"`) or as any callable with those properties.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duel.errors import UserError, suggest
+
+ScoreLike = "Score | str | Callable[[Tensor], Tensor]"
+
+
+class Score:
+    """h(x) = (g(x) - floor) · scale, with g chosen by `kind`; x is clamped to [-1, 1] first.
+
+    | kind        | g(x)                    | in the paper                                   |
+    |-------------|-------------------------|------------------------------------------------|
+    | linear      | x                       | (1 + x) / 2, the default of Definition 1       |
+    | quadratic   | (1 + x)²                | ((1 + x) / 2)², drawn in the appendix          |
+    | gaussian    | exp(width · (1 - x)²)   | exp(-(x - 1)² / τ), rescaled; paper τ = 1      |
+    | exponential | exp(width · (1 - x))    | not in the paper: a sharper one                |
+    | callable    | the user's              |                                                |
+
+    `width`, `floor` and `scale` are numbers, or 0-dim tensors on the embeddings' device where a policy moves them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        *,
+        width: float | Tensor = 0.0,
+        floor: float | Tensor = 0.0,
+        scale: float | Tensor = 1.0,
+        function: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.name, self.kind, self.width, self.floor, self.scale = name, kind, width, floor, scale
+        self.function = function
+
+    def __call__(self, cosines: Tensor) -> Tensor:
+        """cosines of any shape and float dtype -> probabilities, same shape and dtype."""
+        narrow = cosines.dtype in (torch.float16, torch.bfloat16)
+        x = cosines.float() if narrow else cosines
+        h = self._evaluate_(x.clamp(-1.0, 1.0))
+        return h.to(cosines.dtype) if narrow else h
+
+    def _evaluate_(self, x: Tensor) -> Tensor:
+        """The same for float32 or float64 cosines inside [-1, 1] that may be overwritten."""
+        if self.function is not None:
+            return self.function(x)
+        if self.kind == "linear":
+            return x.add_(1.0).mul_(0.5)
+        if self.kind == "quadratic":
+            return x.add_(1.0).mul_(0.5).square_()
+        x = x.neg_().add_(1.0)
+        if self.kind == "gaussian":
+            x = x.square_()
+        return x.mul_(self.width).exp_().sub_(self.floor).mul_(self.scale)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Score) and other.name == self.name and other.function is self.function
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+linear = Score("linear", "linear")
+quadratic = Score("quadratic", "quadratic")
+
+
+def shape_parameters(kind: str, tau: float) -> tuple[float, float, float]:
+    """(width, floor, scale) of a gaussian or exponential score of width τ, so that h(-1) = 0 and h(1) = 1."""
+    if not (math.isfinite(tau) and tau > 0):
+        raise UserError(f"tau of the {kind} score must be a positive number, got {tau!r}")
+    floor = math.exp((-4.0 if kind == "gaussian" else -2.0) / tau)
+    return -1.0 / tau, floor, 1.0 / (1.0 - floor)
+
+
+def _with_width(kind: str, tau: float) -> Score:
+    width, floor, scale = shape_parameters(kind, tau)
+    return Score(f"{kind}:{tau:g}", kind, width=width, floor=floor, scale=scale)
+
+
+def gaussian(tau: float = 1.0) -> Score:
+    """exp(-(x - 1)² / τ), shifted and scaled so that h(-1) = 0 and h(1) = 1. The paper uses τ = 1."""
+    return _with_width("gaussian", tau)
+
+
+def exponential(tau: float = 0.05) -> Score:
+    """exp((x - 1) / τ), shifted and scaled likewise. Sharper than anything in the paper."""
+    return _with_width("exponential", tau)
+
+
+NAMES = ("linear", "quadratic", "gaussian", "exponential")
+
+
+def get(score: Any) -> Score:
+    """The score that a name, a `name:tau` string, a Score or a callable stands for."""
+    if isinstance(score, Score):
+        return score
+    if isinstance(score, str):
+        return _from_name(score)
+    if score is gaussian or score is exponential:
+        return score()  # type: ignore[no-any-return]  # the factory itself was given: its default width
+    if callable(score):
+        return _checked(score)
+    raise UserError(f"score must be a name ({', '.join(NAMES)}), a Score or a callable, got {score!r}")
+
+
+def _from_name(text: str) -> Score:
+    name, _, tau = text.partition(":")
+    if name not in NAMES:
+        raise UserError(suggest("score", name, NAMES))
+    if not tau:
+        return {"linear": linear, "quadratic": quadratic}.get(name) or (
+            gaussian() if name == "gaussian" else exponential()
+        )
+    if name in ("linear", "quadratic"):
+        raise UserError(f"score {name!r} has no width, got {text!r}; write {name!r}")
+    try:
+        width = float(tau)
+    except ValueError:
+        raise UserError(f"score {text!r}: the part after ':' must be a number, for example '{name}:0.1'") from None
+    return _with_width(name, width)
+
+
+def _checked(function: Callable[[Tensor], Tensor]) -> Score:
+    """A user's callable as a Score, after looking at it once on a fine grid of cosines."""
+    label = getattr(function, "__name__", type(function).__name__)
+    grid = torch.linspace(-1.0, 1.0, 4001, dtype=torch.float64)
+    h = function(grid.clone())
+    if not isinstance(h, Tensor) or h.shape != grid.shape:
+        raise UserError(f"score {label!r} must return a tensor of the shape it is given")
+    if not bool(torch.isfinite(h).all()) or float(h.min()) < -1e-6 or float(h.max()) > 1 + 1e-6:
+        raise UserError(f"score {label!r} leaves [0, 1] on cosines in [-1, 1]: from {h.min():g} to {h.max():g}")
+    if float(h.diff().min()) < -1e-6:
+        at = float(grid[int(h.diff().argmin())])
+        raise UserError(f"score {label!r} is not monotone: it decreases at cosine {at:.3f}")
+    if abs(float(h[0])) > 1e-6 or abs(float(h[-1]) - 1) > 1e-6:
+        raise UserError(f"score {label!r} must map -1 to 0 and 1 to 1, got {float(h[0]):g} and {float(h[-1]):g}")
+    return Score(label, "callable", function=function)

@@ -1,0 +1,298 @@
+"""Every engine against the paper's loop, on random and on hostile inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pools import clusters, isotropic, judge, lattice, rounding
+
+import duel
+from duel import scores
+from duel.errors import UserError
+from duel.replacement import dense, expected_duplicates, fused, replace, replace_unchecked
+from duel.replacement.units import exponent, total_units
+
+SCORES = ["linear", "quadratic", "gaussian", "gaussian:0.1", "exponential"]
+FAST = ["dense", "fused"]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tests; tests/test_gpu.py has the GPU's")
+
+
+def hostile(kind: str, n: int, d: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    if kind == "lattice":
+        return lattice(n, d, seed, dtype)
+    rows = isotropic(n, d, seed, dtype) if kind == "isotropic" else clusters(n, d, seed)[0].to(dtype)
+    if kind == "copies" and n:
+        rows = rows[torch.randint(0, max(1, n // 4), (n,), generator=torch.Generator().manual_seed(seed))]
+        rows = rows * (torch.arange(n) % 3 != 0).to(dtype).mul(2).sub(1)[:, None]  # and antipodes of some
+    return rows
+
+
+pool_strategy = st.tuples(
+    st.integers(1, 24),  # K
+    st.integers(0, 30),  # B, also larger than K
+    st.sampled_from([8, 12]),  # d
+    st.integers(0, 10**6),  # seed
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pool=pool_strategy, score=st.sampled_from(SCORES), admit=st.sampled_from(["always", "compete"]))
+@pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ties_and_exact_duplicates_are_settled_alike(engine, dtype, pool, score, admit):
+    """Exact cosines: the engines must agree on every slot, and on N to the last bit.
+
+    Triton's exp may round differently from PyTorch's, so for the fused engine N may differ by that rounding; ties are
+    between sums of the same values and must still be ties.
+    """
+    size, count, d, seed = pool
+    memory, incoming = lattice(size, d, seed, dtype), lattice(count, d, seed + 1, dtype)
+    want = replace(memory, incoming, score=score, admit=admit, engine="reference")
+    got = replace(memory, incoming, score=score, admit=admit, engine=engine)
+    assert got.slots.tolist() == want.slots.tolist()
+    if engine == "dense" or score in ("linear", "quadratic"):
+        assert torch.equal(got.duplicates, want.duplicates)
+    else:
+        assert (got.duplicates - want.duplicates).abs().max() <= rounding(memory, score)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    pool=pool_strategy,
+    score=st.sampled_from(SCORES),
+    admit=st.sampled_from(["always", "compete"]),
+    kind=st.sampled_from(["isotropic", "clusters"]),
+)
+@pytest.mark.parametrize("engine", FAST)
+def test_same_victims_in_float64(engine, pool, score, admit, kind):
+    """No two N are equal here, so the victims must be the reference's."""
+    size, count, d, seed = pool
+    memory, incoming = hostile(kind, size, d, seed, torch.float64), hostile(kind, count, d, seed + 1, torch.float64)
+    want = replace(memory, incoming, score=score, admit=admit, engine="reference")
+    got = replace(memory, incoming, score=score, admit=admit, engine=engine)
+    error, drift = judge(memory, incoming, got, score, admit)
+    if error == 0:
+        assert drift <= rounding(memory, score)
+    assert got.slots.tolist() == want.slots.tolist() or error <= rounding(memory, score)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    pool=pool_strategy,
+    score=st.sampled_from(SCORES),
+    admit=st.sampled_from(["always", "compete"]),
+    kind=st.sampled_from(["isotropic", "clusters", "copies"]),
+)
+@pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_dtypes_err_by_no_more_than_their_rounding(engine, dtype, pool, score, admit, kind):
+    """Each victim's true N, replayed in float64, is the maximum up to the rounding of float32 cosines; so is N."""
+    size, count, d, seed = pool
+    memory, incoming = hostile(kind, size, d, seed, dtype), hostile(kind, count, d, seed + 1, dtype)
+    got = replace(memory, incoming, score=score, admit=admit, engine=engine)
+    error, drift = judge(memory, incoming, got, score, admit)
+    assert error <= 2 * rounding(memory, score)
+    assert drift <= 2 * rounding(memory, score)
+
+
+@pytest.mark.parametrize("admit", ["always", "compete"])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("kind", ["isotropic", "clusters", "lattice"])
+def test_pruned_simulation_is_exact_on_larger_memories(monkeypatch, kind, score, admit):
+    """Far fewer candidates than slots, so that verification and second rounds have work to do."""
+    memory, incoming = hostile(kind, 300, 16, 3, torch.float64), hostile(kind, 64, 16, 4, torch.float64)
+    want = replace(memory, incoming, score=score, admit=admit, engine="reference")
+    rounds = []
+    original = dense.Batch
+
+    class Narrow(original):
+        def __init__(self, memory, incoming, total, score, admit, e, width):
+            rounds.append(1)
+            super().__init__(memory, incoming, total, score, admit, e, max(2, width // 64))
+
+    monkeypatch.setattr(dense, "Batch", Narrow)
+    got = replace(memory, incoming, score=score, admit=admit, engine="dense")
+    assert got.slots.tolist() == want.slots.tolist()
+    assert (got.duplicates - want.duplicates).abs().max() <= rounding(memory, score)
+    assert len(rounds) > 1  # eight candidates are too few: it must have noticed
+
+
+@pytest.mark.parametrize("admit", ["always", "compete"])
+@pytest.mark.parametrize("score", ["linear", "gaussian:0.1"])
+@pytest.mark.parametrize(("kind", "candidates"), [("isotropic", 4), ("clusters", 48), ("lattice", 16), ("lattice", 64)])
+def test_fused_verifies_and_mends(monkeypatch, kind, candidates, score, admit):
+    """With few candidates the simulation is wrong and the literal kernel takes over; with enough it is not."""
+    monkeypatch.setattr(fused, "WHOLE", 1)
+    monkeypatch.setattr(fused, "CANDIDATES", candidates)
+    memory, incoming = hostile(kind, 90, 16, 3, torch.float64), hostile(kind, 12, 16, 4, torch.float64)
+    want = replace(memory, incoming, score=score, admit=admit, engine="reference")
+    got = replace(memory, incoming, score=score, admit=admit, engine="fused")
+    assert got.slots.tolist() == want.slots.tolist()
+    assert (got.duplicates - want.duplicates).abs().max() <= rounding(memory, score)
+
+
+@pytest.mark.parametrize("engine", ["dense", "fused"])
+def test_batches_larger_than_a_block(monkeypatch, engine):
+    module = {"dense": dense, "fused": fused}[engine]
+    monkeypatch.setattr(module, "BLOCK", 7)
+    memory, incoming = isotropic(20, 8, 0), isotropic(45, 8, 1)
+    want = replace(memory, incoming, score="quadratic", engine="reference")
+    got = replace(memory, incoming, score="quadratic", engine=engine)
+    assert got.slots.tolist() == want.slots.tolist()
+
+
+@pytest.mark.parametrize("admit", ["always", "compete"])
+@pytest.mark.parametrize("score", SCORES)
+def test_column_by_column_is_exact(score, admit):
+    """What `dense` does on a GPU, run on the CPU."""
+    memory, incoming = clusters(60, 8, 0)[0], clusters(30, 8, 1)[0]
+    h, e = scores.get(score), exponent(60)
+    skip = torch.zeros(30, dtype=torch.bool)
+    skip[3] = True
+    got, total = dense._column_by_column(memory, incoming, total_units(h, memory, e), h, admit, e, skip)
+    want = replace_unchecked(memory, incoming, h, admit, None, "reference", skip)
+    assert got.tolist() == want.slots.tolist()
+    assert (total * 2.0**-e - want.duplicates).abs().max() <= rounding(memory, score)
+
+
+@pytest.mark.parametrize("engine", ["reference", "dense", "fused"])
+@pytest.mark.parametrize("admit", ["always", "compete"])
+def test_skipped_rows_change_nothing(engine, admit):
+    memory, incoming = isotropic(15, 8, 0), isotropic(9, 8, 1)
+    skip = torch.tensor([True, False, False, True, False, False, True, False, True])
+    got = replace_unchecked(memory, incoming, scores.get("gaussian"), admit, None, engine, skip)
+    want = replace(memory, incoming[~skip], score="gaussian", admit=admit, engine="reference")
+    assert got.slots[skip].tolist() == [-1] * 4
+    assert got.slots[~skip].tolist() == want.slots.tolist()
+    assert (got.duplicates - want.duplicates).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("engine", ["dense", "fused"])
+def test_carried_duplicates_give_the_same_as_fresh_ones(engine):
+    memory = clusters(50, 8, 0)[0]
+    carried = None
+    for step in range(5):
+        incoming = clusters(20, 8, step + 1)[0]
+        fresh = replace(memory, incoming, score="gaussian:0.1", engine=engine)
+        done = replace(memory, incoming, score="gaussian:0.1", duplicates=carried, engine=engine)
+        assert done.slots.tolist() == fresh.slots.tolist()
+        memory = fused.put(memory, done.slots, incoming)
+        carried = done.duplicates
+        assert (carried - expected_duplicates(memory, "gaussian:0.1")).abs().max() < 1e-9
+
+
+def test_the_papers_counter_example():
+    """M = {A, B}, newcomer B: N ties at the newcomer's expense, and the lowest slot leaves (method.md, Theorem 1)."""
+    a, b = torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 0.0])
+    done = replace(torch.stack([a, b]), b[None], score="linear")
+    assert done.slots.tolist() == [0]
+    assert done.duplicates.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_compete_never_lowers_diversity(score):
+    h = scores.get(score)
+    for seed in range(30):
+        memory, incoming = isotropic(12, 6, seed), isotropic(8, 6, seed + 100)
+        done = replace(memory, incoming, score=score, admit="compete", engine="reference")
+        after = fused.put(memory, done.slots, incoming)
+        assert (1 - h(after @ after.T)).sum() >= (1 - h(memory @ memory.T)).sum() - 1e-9
+
+
+def test_a_callable_works_in_every_engine():
+    memory, incoming = isotropic(30, 8, 0), isotropic(12, 8, 1)
+    slots = [
+        replace(memory, incoming, score=lambda x: ((1 + x) / 2) ** 4, engine=engine).slots.tolist()
+        for engine in ("reference", "dense", "fused")
+    ]
+    assert slots[0] == slots[1] == slots[2]
+
+
+def test_an_empty_batch_returns_the_count_alone():
+    memory = isotropic(5, 4, 0)
+    done = replace(memory, memory[:0], score="linear")
+    assert done.slots.shape == (0,)
+    assert torch.allclose(done.duplicates, expected_duplicates(memory))
+
+
+def test_inputs_are_not_changed():
+    memory, incoming = isotropic(30, 8, 0), isotropic(12, 8, 1)
+    copies = memory.clone(), incoming.clone()
+    for engine in ("reference", "dense", "fused"):
+        n = expected_duplicates(memory)
+        before = n.clone()
+        duel.replace(memory, incoming, duplicates=n, engine=engine)
+        assert torch.equal(n, before)
+    assert torch.equal(memory, copies[0])
+    assert torch.equal(incoming, copies[1])
+
+
+def test_autocast_does_not_narrow_the_products():
+    memory, incoming = isotropic(64, 32, 0, torch.float32), isotropic(32, 32, 1, torch.float32)
+    want = replace(memory, incoming, score="gaussian:0.1")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = replace(memory, incoming, score="gaussian:0.1")
+    assert torch.equal(got.duplicates, want.duplicates)
+
+
+def test_small_values_of_a_sharp_score_survive():
+    """Ten nearly orthogonal items: N is around 1e-8 and must still rank them."""
+    memory = isotropic(10, 64, 0)
+    n = expected_duplicates(memory, "exponential:0.05")
+    exact = scores.get("exponential:0.05")(memory @ memory.T).fill_diagonal_(0).sum(1)
+    assert n.argsort().tolist() == exact.argsort().tolist()
+    assert (n - exact).abs().max() <= 9 * 2.0**-41  # nine values, each half a unit off at most
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory": torch.zeros(0, 4)}, "K >= 1"),
+        ({"memory": torch.zeros(4)}, r"\(K, d\)"),
+        ({"incoming": torch.ones(2, 3)}, r"incoming must have shape \(n, 4\)"),
+        ({"incoming": torch.ones(2, 4)}, "row 0 has length 2"),
+        ({"incoming": torch.full((1, 4), float("nan"))}, "not finite"),
+        ({"memory": torch.full((3, 4), float("inf"))}, "memory must hold finite"),
+        ({"incoming": torch.ones(2, 4, dtype=torch.int64)}, "floating point"),
+        ({"score": "lineal"}, "did you mean 'linear'"),
+        ({"engine": "fussed"}, "did you mean 'fused'"),
+        ({"admit": "allways"}, "did you mean 'always'"),
+        ({"duplicates": torch.zeros(3)}, "duplicates must have shape"),
+    ],
+)
+def test_bad_input_is_named(arguments, message):
+    good = {"memory": torch.eye(4), "incoming": torch.eye(4)[:2]}
+    with pytest.raises(UserError, match=message):
+        replace(**{**good, **arguments})
+
+
+def test_a_missing_gpu_or_triton_is_an_error_only_when_asked_for(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(UserError, match="not on a CUDA device"):
+        replace(torch.eye(4), torch.eye(4)[:2], engine="fused")
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="not installed"):
+        replace(torch.eye(4), torch.eye(4)[:2], engine="fused")
+    replace(torch.eye(4), torch.eye(4)[:2], engine="auto")
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(
+    size=st.integers(1, 700),
+    count=st.integers(0, 300),
+    seed=st.integers(0, 10**6),
+    score=st.sampled_from(SCORES),
+    admit=st.sampled_from(["always", "compete"]),
+    kind=st.sampled_from(["isotropic", "clusters", "lattice"]),
+)
+def test_dense_at_length(size, count, seed, score, admit, kind):
+    memory, incoming = hostile(kind, size, 16, seed, torch.float64), hostile(kind, count, 16, seed + 1, torch.float64)
+    want = replace(memory, incoming, score=score, admit=admit, engine="reference")
+    got = replace(memory, incoming, score=score, admit=admit, engine="dense")
+    if got.slots.tolist() != want.slots.tolist():
+        assert judge(memory, incoming, got, score, admit)[0] <= rounding(memory, score)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from duel import scores
+from duel.errors import UserError
+
+ALL = ["linear", "quadratic", "gaussian", "gaussian:0.1", "exponential", "exponential:0.5", "gaussian:0.001"]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_ends_range_and_monotone_in_every_dtype(name, dtype):
+    x = torch.linspace(-1, 1, 513).to(dtype)
+    h = scores.get(name)(x)
+    assert h.dtype == dtype
+    assert h[0] == 0
+    assert h[-1] == 1
+    assert (h.diff() >= 0).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_tolerates_cosines_a_rounding_outside(name):
+    h = scores.get(name)(torch.tensor([-1 - 1e-6, 1 + 1e-6]))
+    assert h.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("x", [-0.9, -0.2, 0.0, 0.37, 0.99])
+def test_formulas(x):
+    at = torch.tensor([x], dtype=torch.float64)
+    g, g0 = math.exp(-((x - 1) ** 2) / 0.3), math.exp(-4 / 0.3)
+    e, e0 = math.exp((x - 1) / 0.3), math.exp(-2 / 0.3)
+    assert scores.linear(at).item() == pytest.approx((1 + x) / 2, abs=1e-15)
+    assert scores.quadratic(at).item() == pytest.approx(((1 + x) / 2) ** 2, abs=1e-15)
+    assert scores.gaussian(0.3)(at).item() == pytest.approx((g - g0) / (1 - g0), abs=1e-14)
+    assert scores.exponential(0.3)(at).item() == pytest.approx((e - e0) / (1 - e0), abs=1e-14)
+
+
+def test_does_not_change_its_argument():
+    x = torch.linspace(-1, 1, 5)
+    before = x.clone()
+    for name in ALL:
+        scores.get(name)(x)
+    assert torch.equal(x, before)
+
+
+def test_by_name_object_and_callable():
+    assert scores.get("gaussian:0.1") == scores.gaussian(0.1)
+    assert scores.get("gaussian") == scores.gaussian(1.0)
+    assert scores.get(scores.gaussian) == scores.gaussian(1.0)
+    assert scores.get("exponential") == scores.exponential(0.05)
+    cubic = scores.get(lambda x: ((1 + x) / 2) ** 3)
+    assert cubic(torch.zeros(1)).item() == pytest.approx(0.125)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("gausian", "did you mean 'gaussian'"),
+        ("linear:2", "no width"),
+        ("gaussian:wide", "must be a number"),
+        ("gaussian:-1", "positive"),
+        (3, "must be a name"),
+        (lambda x: x, "leaves"),
+        (lambda x: (1 - x) / 2, "not monotone"),
+        (lambda x: (1 + x) / 4, "must map -1 to 0 and 1 to 1"),
+        (lambda x: torch.full_like(x, float("nan")), "leaves"),
+        (lambda x: x.sum(), "shape"),
+    ],
+)
+def test_bad_scores_are_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        scores.get(given)
