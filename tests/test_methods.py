@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from duel.encoders import Encoder, encoder
 from duel.errors import UserError
-from duel.methods import BYOL, METHODS, Method, MoCo, SimCLR, SimSiam, build, settings_of
+from duel.methods import METHODS, Method, MoCo, SimCLR, SimSiam, build, settings_of
 from duel.methods.base import evaluating
 from duel.methods.moco import SplitBatchNorm, split_batchnorm
 
@@ -516,4 +516,3 @@ def test_a_batchnorm_that_cannot_be_split_is_named() -> None:
 def test_a_method_must_say_what_its_loss_is() -> None:
     with pytest.raises(TypeError, match="forward"):
         Method(net())  # type: ignore[abstract]
-    assert BYOL.projection_norm == "hidden"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..encoders import Encoder, Norm
+from ..encoders import Encoder
 from ..errors import UserError
 from ..losses import unit
 
@@ -39,14 +39,12 @@ class Method(nn.Module, ABC):
 
     Attributes:
         uses_memory: whether the loss needs one.
-        projection_norm: where the original has BatchNorm in an MLP projection (`duel.encoder(norm=...)`).
         encoder: what is trained, evaluated and exported.
         memory: where negatives come from. Deliberately not a submodule: DDP would overwrite every rank's memory with
             the first one's, and the trainer saves it separately.
     """
 
     uses_memory: ClassVar[bool] = False
-    projection_norm: ClassVar[Norm] = "all"
     encoder: Encoder
     memory: NegativeSource | None
 

@@ -23,8 +23,6 @@ class BYOL(Method):
         joint: one pass over both views. Off, as in the original: each view has BatchNorm statistics of its own.
     """
 
-    projection_norm = "hidden"
-
     def __init__(
         self,
         encoder: Encoder,

@@ -37,7 +37,6 @@ class MoCo(Method):
     """
 
     uses_memory = True
-    projection_norm = "none"
 
     def __init__(
         self,
