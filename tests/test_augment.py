@@ -52,12 +52,13 @@ def test_jitter_operations_are_torchvisions(images: Tensor, name: str) -> None:
 def test_jitter_in_every_order_is_torchvisions(images: Tensor) -> None:
     """One image per order: its own factors, its own order."""
     orders = list(permutations((operations.BRIGHTNESS, operations.CONTRAST, operations.SATURATION, operations.HUE)))
-    factors, hue = uniform(24 * 3, 0.5, 1.5).view(24, 3), uniform(24, -0.3, 0.3)
+    factors, hue = uniform(24 * 4, 0.5, 1.5).view(24, 4), uniform(24, -0.3, 0.3)
+    factors[:, operations.IDENTITY] = 1
     ours = operations.color_jitter(images, operations.jitter_orders(hue=True), factors, hue)
     names = {1: F.adjust_brightness, 2: F.adjust_contrast, 3: F.adjust_saturation, 4: F.adjust_hue}
     theirs = []
     for i, (x, order) in enumerate(zip(images, orders, strict=True)):
-        amounts = [0.0, *factors[i].tolist(), float(hue[i])]
+        amounts = [*factors[i].tolist(), float(hue[i])]
         for operation in order:
             x = names[operation](x, amounts[operation])
         theirs.append(x)
@@ -68,14 +69,15 @@ def test_jitter_in_every_order_is_torchvisions(images: Tensor) -> None:
 
 
 def test_jitter_without_hue_in_every_order(images: Tensor) -> None:
-    factors = uniform(6 * 3, 0.5, 1.5).view(6, 3)
+    factors = uniform(6 * 4, 0.5, 1.5).view(6, 4)
+    factors[:, operations.IDENTITY] = 1
     ours = operations.color_jitter(images[8:14], operations.jitter_orders(hue=False), factors, None)
     names = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation)
     theirs = []
     for i, order in enumerate(permutations(range(3))):
         x = images[8 + i]
         for operation in order:
-            x = names[operation](x, float(factors[i, operation]))
+            x = names[operation](x, float(factors[i, operation + 1]))
         theirs.append(x)
     agree(ours, theirs)
 
@@ -158,7 +160,7 @@ def test_a_view_is_the_torchvision_pipeline_with_its_parameters() -> None:
     for i, image in enumerate(x):
         y = F.resized_crop(image / 255, *p.boxes[i].int().tolist(), [32, 32], antialias=True)
         y = F.horizontal_flip(y) if p.mirror[i] else y
-        amounts = [0.0, *p.factors[i].tolist(), float(p.hue[i])]
+        amounts = [*p.factors[i].tolist(), float(p.hue[i])]
         names = {1: F.adjust_brightness, 2: F.adjust_contrast, 3: F.adjust_saturation, 4: F.adjust_hue}
         for operation in orders[rows.index(p.slots[i].tolist())]:
             y = names[operation](y, amounts[operation])
@@ -190,11 +192,12 @@ def test_boxes_are_distributed_as_random_resized_crops() -> None:
     assert together[0] == pytest.approx(together[1], abs=0.03)
 
 
-def test_a_box_that_never_fits_is_torchvisions_central_one() -> None:
+@pytest.mark.parametrize(("height", "width"), [(12, 96), (12, 97), (301, 20), (300, 21)])
+def test_a_box_that_never_fits_is_torchvisions_central_one(height: int, width: int) -> None:
     """A panorama: area 1 and ratio at most 4/3 cannot be had."""
     augment = Augment(Preset(crop_scale=(1.0, 1.0)), **HALF, image_size=16)
-    boxes = augment.draw(torch.empty(5, 3, 12, 96, dtype=torch.uint8)).boxes
-    theirs = v2.RandomResizedCrop(16, scale=(1.0, 1.0)).make_params([torch.empty(3, 12, 96)])
+    boxes = augment.draw(torch.empty(5, 3, height, width, dtype=torch.uint8)).boxes
+    theirs = v2.RandomResizedCrop(16, scale=(1.0, 1.0)).make_params([torch.empty(3, height, width)])
     assert boxes.tolist() == [[float(theirs[k]) for k in ("top", "left", "height", "width")]] * 5
 
 
@@ -212,7 +215,7 @@ def test_shares_of_the_random_choices() -> None:
     _, counts = p.slots.unique(dim=0, return_counts=True)
     assert len(counts) == 24
     assert counts.min() > 0.8 * n / 24
-    drawn = torch.stack([p.mirror.float(), p.grey.float(), *p.factors.t(), p.hue])
+    drawn = torch.stack([p.mirror.float(), p.grey.float(), *p.factors[:, 1:].t(), p.hue])
     off_diagonal = torch.corrcoef(drawn) - torch.eye(6)
     assert off_diagonal.abs().max() < 0.04  # independent
 

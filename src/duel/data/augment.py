@@ -97,7 +97,7 @@ class Parameters(NamedTuple):
     boxes: Tensor | None  # (b, 4) float32: top, left, height, width
     mirror: Tensor | None  # (b,) bool
     slots: Tensor | None  # (b, 3 or 6) int64: rows of operations.jitter_orders
-    factors: Tensor | None  # (b, 3): brightness, contrast, saturation
+    factors: Tensor | None  # (b, 4): 1, brightness, contrast, saturation
     hue: Tensor | None  # (b,)
     grey: Tensor | None  # (b,) bool
     sigma: Tensor | None  # (b,)
@@ -117,6 +117,7 @@ class Augment(nn.Module):
     """
 
     orders: Tensor
+    jitter: Tensor
     scale: Tensor
     offset: Tensor
 
@@ -135,6 +136,10 @@ class Augment(nn.Module):
         self.blurs = preset.blur > 0 and image_size > preset.blur_above
         self.kernel_size = max(3, image_size // 10 | 1)
         self.register_buffer("orders", operations.jitter_orders(hue=preset.hue > 0), persistent=False)
+        # (5, 1) each: lowest value, width and value when off of identity, brightness, contrast, saturation and hue.
+        widths = torch.tensor([0, preset.brightness, preset.contrast, preset.saturation, preset.hue]).view(5, 1)
+        neutral = torch.tensor([1.0, 1, 1, 1, 0]).view(5, 1)
+        self.register_buffer("jitter", torch.stack((neutral - widths, 2 * widths, neutral)), persistent=False)
         spread = torch.tensor(std, dtype=torch.float32).view(1, 3, 1, 1)
         self.register_buffer("scale", 1 / spread, persistent=False)
         self.register_buffer("offset", -torch.tensor(mean).view(1, 3, 1, 1) / spread, persistent=False)
@@ -158,59 +163,48 @@ class Augment(nn.Module):
         """Random parameters for images (b, c, h, w), on their device; generator: on that device, or None."""
         p, b, (height, width) = self.preset, images.shape[0], images.shape[2:]
 
-        # One call for all the numbers, used up from the left.
-        numbers = torch.rand(14 + 4 * CROP_ATTEMPTS, b, device=images.device, generator=generator)
-        left = iter(torch.unbind(numbers[:14]))
-
-        def chance(probability: float) -> Tensor:
-            return next(left) < probability
-
-        boxes = None
+        # One call for all the numbers, a row for each choice.
+        numbers = torch.rand(14 + 2 * CROP_ATTEMPTS, b, device=images.device, generator=generator)
+        boxes = slots = factors = hue = sigma = threshold = None
         if p.crop_scale is not None:
-            boxes = self._boxes(numbers[14:].view(4, CROP_ATTEMPTS, b), height, width)
-        mirror = chance(p.flip) if p.flip else None
-        slots = factors = hue = None
+            boxes = self._boxes(numbers[12:14], numbers[14:].view(2, CROP_ATTEMPTS, b), height, width)
         if self.jitters:
-            order = next(left).mul(len(self.orders)).long().clamp_(max=len(self.orders) - 1)
+            order = (numbers[0] * len(self.orders)).long().clamp_(max=len(self.orders) - 1)  # u * n may round up to n
             slots = self.orders[order]
-            on = chance(p.jitter)
-            widths = (p.brightness, p.contrast, p.saturation)
-            factors = torch.stack([(next(left) * 2 - 1) * width * on + 1 for width in widths], dim=1)
-            hue = (next(left) * 2 - 1) * p.hue * on if p.hue else None
-        grey = chance(p.grayscale) if p.grayscale else None
-        sigma = threshold = None
+            low, width, neutral = self.jitter
+            amounts = torch.where(numbers[1] < p.jitter, torch.addcmul(low, numbers[2:7], width), neutral)
+            factors, hue = amounts[:4].t(), amounts[4] if p.hue else None
+        mirror = numbers[7] < p.flip if p.flip else None
+        grey = numbers[8] < p.grayscale if p.grayscale else None
         if self.blurs:
             low, high = p.blur_sigma
-            off = next(left) >= p.blur
-            sigma = (next(left) * (high - low) + low).masked_fill_(off, NO_BLUR)
+            sigma = (numbers[10] * (high - low) + low).masked_fill_(numbers[9] >= p.blur, NO_BLUR)
         if p.solarize:
-            threshold = chance(p.solarize) * (0.5 - NO_SOLARIZE) + NO_SOLARIZE
+            threshold = (numbers[11] < p.solarize) * (0.5 - NO_SOLARIZE) + NO_SOLARIZE
         return Parameters(boxes, mirror, slots, factors, hue, grey, sigma, threshold)
 
-    def _boxes(self, numbers: Tensor, height: int, width: int) -> Tensor:
+    def _boxes(self, corner: Tensor, numbers: Tensor, height: int, width: int) -> Tensor:
         """Boxes as RandomResizedCrop draws them, (b, 4): the first of ten attempts that fits, else the whole image
-        cut to the nearest allowed ratio. numbers: uniform, (4, attempts, b).
+        cut to the nearest allowed ratio. Uniform numbers: corner (2, b), numbers (2, attempts, b).
         """
         scale, ratio = self.preset.crop_scale or (1.0, 1.0), self.preset.crop_ratio
-        area = (numbers[0] * (scale[1] - scale[0]) + scale[0]) * (height * width)
-        low, high = math.log(ratio[0]), math.log(ratio[1])
-        root = (numbers[1] * (high - low) + low).mul_(0.5).exp_()  # square root of the ratio
-        side = area.sqrt()
+        low, high = math.log(ratio[0]) / 2, math.log(ratio[1]) / 2
+        side = (numbers[0] * ((scale[1] - scale[0]) * height * width) + scale[0] * height * width).sqrt_()
+        root = (numbers[1] * (high - low) + low).exp_()  # square root of width / height
         w, h = (side * root).round_(), (side / root).round_()
-        fits = (w >= 1) & (w <= width) & (h >= 1) & (h <= height)
-        first = fits.to(torch.uint8).argmax(0, keepdim=True)  # the first True; 0 where there is none
-        none = ~fits.any(0, keepdim=True)
+        fits = (w <= width) & (h <= height) & (torch.minimum(w, h) >= 1)
+        some, first = fits.to(torch.uint8).max(0, keepdim=True)  # first: index of the first attempt that fits
+        none = some == 0
         whole = width / height
         w_else = round(height * ratio[1]) if whole > ratio[1] else width
         h_else = round(width / ratio[0]) if whole < ratio[0] else height
         w = w.gather(0, first).masked_fill_(none, w_else)
         h = h.gather(0, first).masked_fill_(none, h_else)
-        # A whole number of free pixels + 1, times a number under 1: each offset is equally likely.
-        top = torch.minimum((numbers[2].gather(0, first) * (height - h + 1)).floor_(), height - h)
-        left = torch.minimum((numbers[3].gather(0, first) * (width - w + 1)).floor_(), width - w)
-        top = torch.where(none, (height - h).div(2, rounding_mode="floor"), top)
-        left = torch.where(none, (width - w).div(2, rounding_mode="floor"), left)
-        return torch.cat((top, left, h, w)).t()
+        # Each of the free pixels + 1 offsets is equally likely; where no attempt fits, half the free pixels, rounded
+        # down (hence not quite 0.5).
+        free = torch.cat((height - h, width - w))
+        corner = torch.minimum((corner.masked_fill(none, 0.49999) * (free + 1)).floor_(), free)
+        return torch.cat((corner, h, w)).t()
 
     def apply_parameters(self, images: Tensor, parameters: Parameters) -> Tensor:
         """The views that `parameters` describe; no randomness. Worth compiling where launches are dear."""

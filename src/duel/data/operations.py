@@ -97,14 +97,13 @@ def jitter_orders(hue: bool) -> Tensor:
 def color_jitter(images: Tensor, slots: Tensor, factors: Tensor, hue: Tensor | None) -> Tensor:
     """Brightness, contrast, saturation and hue, each image in its own order.
 
-    slots int64 (b, 6 or 3): one row of `jitter_orders` per image. factors (b, 3): brightness, contrast, saturation.
-    hue (b,): turns, with 6 slots; None with 3.
+    slots int64 (b, 6 or 3): one row of `jitter_orders` per image. factors (b, 4): 1, then those of brightness, contrast
+    and saturation (columns IDENTITY to SATURATION). hue (b,): turns, with 6 slots; None with 3.
     """
-    factors = torch.cat((torch.ones_like(factors[:, :1]), factors), dim=1)
     keep = factors.gather(1, slots)
     # A blend is keep * x + to_mean * mean(luma) + to_luma * luma: each operation is one choice of the three numbers.
-    to_mean = (1 - keep) * (slots == CONTRAST)
-    to_luma = (1 - keep) * (slots == SATURATION)
+    rest = 1 - keep
+    to_mean, to_luma = rest * (slots == CONTRAST), rest * (slots == SATURATION)
     for slot in range(slots.shape[1]):
         if hue is not None and slot == 3:
             images = adjust_hue(images, hue)
