@@ -45,7 +45,7 @@ class TrainConfig:
     """stream: batches come from the stream. memory: the stream only feeds the memory, batches are drawn from it."""
 
     # Data --------------------------------------------------------------------------------------------------
-    data_root: str = field(default="data", metadata=_FREE)
+    root: str = field(default="data", metadata=_FREE)
     """Where torchvision keeps its data sets."""
     download: bool = field(default=False, metadata=_FREE)
     """Download the data set if it is missing."""
@@ -83,16 +83,24 @@ class TrainConfig:
     """Dimension of the embedding."""
     hidden: int | None = None
     """Width of the mlp projection; None: the backbone's feature dimension."""
+    projection_norm: Literal["none", "hidden", "all"] = "all"
+    """BatchNorm in the mlp projection: none (MoCo v2), hidden (BYOL), all (SimCLR, SimSiam)."""
 
-    # Method ------------------------------------------------------------------------------------------------
+    # Method (None: the method's own default) ---------------------------------------------------------------
     temperature: float | None = None
-    """Temperature of the contrastive loss; None: the method's own default."""
+    """Temperature of the contrastive loss (simclr, moco)."""
     key_momentum: float | None = None
-    """Momentum of the key / target encoder (moco, byol); None: the method's own default."""
+    """Momentum of the key / target encoder (moco, byol)."""
+    momentum_schedule: bool | None = None
+    """Let that momentum rise to 1 along a cosine (byol)."""
     symmetric: bool | None = None
-    """Use both views as query (moco, simsiam, byol); None: as the original does."""
-    in_batch_negatives: bool = False
-    """moco: the other keys of the batch are negatives too."""
+    """Both views are query once (moco, simsiam, byol)."""
+    in_batch_negatives: bool | None = None
+    """The other keys of the batch are negatives too (moco)."""
+    batchnorm_groups: int | None = None
+    """Groups of the batch that BatchNorm normalises separately (moco)."""
+    predictor_hidden: int | None = None
+    """Width of the predictor (simsiam, byol)."""
 
     # Working memory ----------------------------------------------------------------------------------------
     memory_size: int = 4096
@@ -115,6 +123,8 @@ class TrainConfig:
     """Momentum of sgd and lars."""
     weight_decay: float = 5e-4
     """Weight decay."""
+    decay_norm_and_bias: bool = True
+    """Decay biases and norm weights too (MoCo and SimSiam do, SimCLR and BYOL do not; lars never does)."""
     warmup: int = 0
     """Steps of linear warm-up before the cosine."""
     lr_end: float = 0.0
@@ -151,7 +161,7 @@ class TrainConfig:
                 raise UserError(suggest(f.name, getattr(self, f.name), choices))
         for name in ("batch_size", "dwell", "dim", "memory_size", "log_every", "checkpoint_every", "keep"):
             _at_least(self, name, 1)
-        for name in ("steps", "image_size", "hidden"):
+        for name in ("steps", "image_size", "hidden", "batchnorm_groups", "predictor_hidden"):
             if getattr(self, name) is not None:
                 _at_least(self, name, 1)
         for name in ("seed", "warmup", "refresh", "knn_every", "weight_decay", "bias_class"):
@@ -191,8 +201,19 @@ class TrainConfig:
         return self.method.removeprefix("d-")
 
     @property
+    def method_settings(self) -> dict[str, Any]:
+        """The settings given for the method, by the names that `duel.methods.build` takes."""
+        names = {name: name for name in _METHOD_SETTINGS} | {"key_momentum": "momentum"}
+        return {to: getattr(self, name) for name, to in names.items() if getattr(self, name) is not None}
+
+    @property
     def has_memory(self) -> bool:
-        return self.source == "memory" or self.method in ("moco", "d-moco", "d-simclr")
+        return self.source == "memory" or self.negatives_from_memory
+
+    @property
+    def negatives_from_memory(self) -> bool:
+        """Whether the loss takes negatives from the memory; memory-first SimCLR has the batch as its negatives."""
+        return self.base_method == "moco" or (self.method == "d-simclr" and self.source == "stream")
 
     @property
     def memory_policy(self) -> str:
@@ -243,6 +264,16 @@ class TrainConfig:
         return lines
 
 
+_METHOD_SETTINGS = (
+    "temperature",
+    "key_momentum",
+    "momentum_schedule",
+    "symmetric",
+    "in_batch_negatives",
+    "batchnorm_groups",
+    "predictor_hidden",
+)
+
 _CHOICES: dict[str, tuple[str, ...]] = {
     "method": get_args(MethodName),
     "optimizer": get_args(OptimizerName),
@@ -252,6 +283,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "bias_mode": ("draw", "subset"),
     "stem": ("auto", "small", "full"),
     "projection": ("linear", "mlp"),
+    "projection_norm": ("none", "hidden", "all"),
     "admit": ("always", "compete"),
     "precision": ("auto", "fp32", "bf16"),
 }

@@ -49,7 +49,7 @@ class LARS(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter],
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         *,
         lr: float | Tensor,
         momentum: float = 0.9,
@@ -90,17 +90,20 @@ class LARS(torch.optim.Optimizer):
 
 
 def build_optimizer(
-    name: str, params: Iterable[nn.Parameter], *, lr: Tensor, momentum: float, weight_decay: float
+    name: str, groups: list[dict[str, Any]], *, lr: Tensor, momentum: float = 0.9
 ) -> torch.optim.Optimizer:
-    """`lr` is kept as the very tensor given: writing into it changes the rate of the next step."""
-    params = list(params)
+    """An optimizer over parameter groups that carry their weight decay.
+
+    `lr` is kept as the very tensor given: writing into it changes the rate of the next step. The fused forms read it
+    on the device; the others would copy it to the host.
+    """
     match name:
         case "adam":
-            return torch.optim.Adam(params, lr=lr, weight_decay=weight_decay, fused=True)
+            return torch.optim.Adam(groups, lr=lr, fused=True)
         case "adamw":
-            return torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, fused=True)
+            return torch.optim.AdamW(groups, lr=lr, fused=True)
         case "sgd":
-            return torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
+            return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
         case "lars":
-            return LARS(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
+            return LARS(groups, lr=lr, momentum=momentum)
     raise UserError(suggest("optimizer", name, ("adam", "adamw", "sgd", "lars")))

@@ -13,25 +13,41 @@ Recipe = Callable[..., TrainConfig]
 # What differs from one method to the next in the standard recipe. Heads and temperatures are those of the
 # CIFAR-10 benchmark of lightly, whose k-NN figures the baselines are held against.
 _STANDARD: dict[str, dict[str, Any]] = {
-    "simclr": {"projection": "mlp", "dim": 128, "temperature": 0.5},
-    "moco": {"projection": "mlp", "dim": 128, "temperature": 0.1, "key_momentum": 0.99, "memory_size": 4096},
-    "simsiam": {"projection": "mlp", "dim": 2048, "hidden": 2048},
-    "byol": {"projection": "mlp", "dim": 256, "hidden": 1024, "key_momentum": 0.99},
+    "simclr": {"dim": 128, "projection_norm": "all", "temperature": 0.5},
+    "moco": {
+        "dim": 128,
+        "projection_norm": "none",
+        "temperature": 0.1,
+        "key_momentum": 0.99,
+        "symmetric": True,
+        "batchnorm_groups": 8,
+        "memory_size": 4096,
+    },
+    "simsiam": {"dim": 2048, "hidden": 2048, "projection_norm": "all", "predictor_hidden": 512},
+    "byol": {
+        "dim": 256,
+        "hidden": 1024,
+        "projection_norm": "hidden",
+        "predictor_hidden": 1024,
+        "key_momentum": 0.99,
+        "momentum_schedule": False,
+    },
 }
 
 
 def standard(method: MethodName = "simclr", data: str = "cifar10", *, batch_size: int = 256) -> TrainConfig:
     """What the field uses on small images: SGD with cosine, SimCLR's augmentation, ResNet-18, 200 epochs.
 
-    The learning rate is 0.06 per 128 images of batch.
+    The learning rate is 0.06 per 128 images of batch; SimSiam's is not scaled, which keeps it from collapsing.
     """
     settings: dict[str, Any] = {
         "optimizer": "sgd",
-        "lr": 0.06 * batch_size / 128,
+        "lr": 0.06 if method == "simsiam" else 0.06 * batch_size / 128,
         "momentum": 0.9,
         "weight_decay": 5e-4,
         "epochs": 200.0,
         "backbone": "resnet18",
+        "projection": "mlp",
         "augment": "standard",
         "score": "gaussian:0.1",
         **_STANDARD[method.removeprefix("d-")],

@@ -24,8 +24,8 @@ from .config import TrainConfig
 from .errors import UserError
 
 CONFIG, META, METRICS, SUBSET, EVALUATION = "config.json", "run.json", "metrics.csv", "subset.npy", "evaluation.json"
-CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
-_OURS = (CONFIG, META, METRICS, SUBSET, EVALUATION, CHECKPOINTS, TENSORBOARD, "features")
+CHECKPOINTS, TENSORBOARD, FEATURES = "checkpoints", "tensorboard", "features"
+_OURS = (CONFIG, META, METRICS, SUBSET, EVALUATION, CHECKPOINTS, TENSORBOARD, FEATURES)
 
 
 def check_out(config: TrainConfig, *, resume: bool = False, overwrite: bool = False) -> Path:
@@ -80,8 +80,11 @@ def load_config(run: Path) -> TrainConfig:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    with atomic(path) as partial:
-        partial.write_text(json.dumps(values, indent=2) + "\n")
+    try:
+        with atomic(path) as partial:
+            partial.write_text(json.dumps(values, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}; make room or give another --out") from error
 
 
 def read_meta(run: Path) -> dict[str, Any]:

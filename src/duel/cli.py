@@ -1,0 +1,243 @@
+"""The command line. It parses and prints; what is done is done elsewhere. No torch until a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, Union
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
+
+from . import recipes
+from .config import TrainConfig
+from .errors import UserError
+from .evaluation.settings import EvaluationSettings
+
+USER_MISTAKE, INTERRUPTED = 2, 130
+RunDir = Annotated[Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Training(TrainConfig):
+    """Settings of the run; the defaults shown are those of the recipe."""
+
+    def __post_init__(self) -> None:
+        """No checks while parsing: they are made by `run`, where a mistake is reported in our own words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Evaluation(EvaluationSettings):
+    """How features are taken and measured."""
+
+    def __post_init__(self) -> None:
+        """As above."""
+
+
+class Command(Protocol):
+    """A subcommand: a dataclass whose name in lower case is the command and whose fields are its options."""
+
+    def run(self) -> int:
+        """Do it; returns the exit status."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Train on scikit-learn's digits with one digit 27 times too frequent, and compare what memories make of it.
+
+    Needs no download and no GPU; about a minute and a half on two cores. `duel demo` does all of it.
+    """
+
+    out: str = "runs/demo"
+    """Directory for the runs; what an earlier demo left there is replaced."""
+    steps: int = 200
+    """Training steps of each run."""
+    bias: float = 27.0
+    """How many times too frequent the frequent digit is."""
+    seed: int = 0
+    """Seed of everything random."""
+
+    def run(self) -> int:
+        from .demo import demo
+
+        demo(out=self.out, steps=self.steps, bias=self.bias, seed=self.seed)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train an encoder without labels; everything about the run goes to its directory (--out).
+
+    SimCLR as the field trains it, on CIFAR-10:
+      duel train --data cifar10 --download --method simclr --recipe standard --out runs/simclr
+
+    The same with one class 27 times too frequent, for 5,000 steps:
+      duel train --data cifar10 --method simclr --bias 27 --steps 5000 --out runs/simclr-x27
+
+    Your own pictures, and a working memory that forgets duplicates as the source of the batches:
+      duel train --data ~/pictures --image-size 64 --source memory --policy duel --out runs/mine
+
+    Go on after an interruption, with the settings of the run:
+      duel train --out runs/simclr --resume
+
+    --recipe (standard, paper, demo) sets the defaults shown here; any other option overrides it.
+    """
+
+    config: OmitArgPrefixes[_Training] = field(default_factory=_Training)
+    resume: bool = False
+    """Continue the run in --out from its newest good checkpoint, with the settings it was started with."""
+    overwrite: bool = False
+    """Replace the run that --out holds."""
+
+    def run(self) -> int:
+        config = TrainConfig(**vars(self.config))  # checked here
+        from .training import train
+
+        result = train(config, resume=self.resume, overwrite=self.overwrite)
+        if not result.finished:
+            return INTERRUPTED
+        shown = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k in ("loss", "knn", "memory_largest"))
+        print(f"{result.steps} steps in {result.seconds:.0f} s; {shown}")
+        print(f"run directory: {result.run_dir}")
+        print(f"next: duel evaluate {result.run_dir}")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Measure a trained encoder: neighbours, weighted k-NN, linear probe, few shots, geometry.
+
+    duel evaluate runs/simclr
+
+    Prints a table and writes evaluation.json, with the protocol in it, to the run directory.
+    """
+
+    run_dir: RunDir
+    """Directory that `duel train` wrote."""
+    data: str | None = None
+    """Measure on other data (labelled, same image size); by default the data the run was trained on."""
+    root: str | None = None
+    """Where torchvision keeps its data sets; by default as in training."""
+    device: str = "auto"
+    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    per_class: bool = False
+    """Also print the accuracy of each class."""
+    settings: OmitArgPrefixes[_Evaluation] = field(default_factory=_Evaluation)
+
+    def run(self) -> int:
+        settings = EvaluationSettings(**vars(self.settings))  # checked here
+        from rich.console import Console
+
+        from .evaluation import class_table, table
+        from .runs import EVALUATION
+        from .trained import evaluate
+
+        result = evaluate(
+            self.run_dir, data=self.data, root=self.root, device=self.device, settings=settings, progress=True
+        )
+        console = Console()
+        console.print(table(result))
+        if self.per_class:
+            console.print(class_table(result))
+        print(f"written: {self.run_dir.rstrip('/')}/{EVALUATION}")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write a run's backbone as a file that timm (safetensors) or any ONNX runtime loads, checked against the original.
+
+    duel export runs/simclr --format safetensors
+    """
+
+    run_dir: RunDir
+    """Directory that `duel train` wrote."""
+    out: str | None = None
+    """File to write, ending in .safetensors or .onnx; by default RUN_DIR/<timm name>.<format>."""
+    format: Literal["safetensors", "onnx"] = "safetensors"
+    """Kind of file; onnx needs the extra [onnx]."""
+
+    def run(self) -> int:
+        from .trained import export
+
+        done = export(self.run_dir, out=self.out, format=self.format)
+        print(f"written: {done.path} (features differ from the original's by at most {done.difference:.1e})")
+        print(f"load it: {done.load}")
+        return 0
+
+
+# To add a command, write such a dataclass and list it here.
+COMMANDS: tuple[type[Command], ...] = (Demo, Train, Evaluate, Export)
+
+_ABOUT = """A working memory, and a policy that decides what it forgets: self-supervised learning on uncurated data.
+
+Start with `duel demo`; `duel train --help` shows every setting with examples."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status; a user's mistake is printed without a stack trace."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        command = _parse(args)
+        return command.run()
+    except UserError as error:
+        print(f"duel: error: {error}", file=sys.stderr)
+        return USER_MISTAKE
+    except KeyboardInterrupt:
+        print("duel: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parse(args: list[str]) -> Command:
+    kinds: list[Any] = []
+    for kind in COMMANDS:
+        name = kind.__name__.lower()
+        # the list of commands has a line for each, a command's own help all of it
+        text = inspect.getdoc(kind) or ""
+        options: dict[str, Any] = {"description": text if args[:1] == [name] else text.splitlines()[0]}
+        if kind is Train and args[:1] == ["train"]:
+            options["default"] = Train(config=_Training(**vars(_defaults(args[1:]))))
+        kinds.append(Annotated[kind, tyro.conf.subcommand(name, **options)])  # type: ignore[valid-type]
+    union: Any = Union[tuple(kinds)]  # noqa: UP007  # built at run time, which X | Y cannot be
+    command: Command = tyro.cli(
+        union,
+        args=args or ["--help"],
+        prog="duel",
+        description=_ABOUT,
+        config=(FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
+    )
+    return command
+
+
+def _defaults(args: list[str]) -> TrainConfig:
+    """First pass over the options of `train`: what the recipe, or the run to be resumed, says about all the others."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for option in ("--recipe", "--method", "--data", "--out", "--batch-size"):
+        first.add_argument(option)
+    for flag in ("--resume", "--overwrite", "--help", "-h"):
+        first.add_argument(flag, action="store_true", dest=flag.lstrip("-"))
+    dashed = []
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        dashed.append((name.replace("_", "-") if name.startswith("--") else name) + equals + value)
+    try:
+        given, _ = first.parse_known_args(dashed)
+    except argparse.ArgumentError:
+        return TrainConfig()  # an option without its value: the second pass says so
+    if given.resume and given.out and not given.help:
+        from .runs import load_config  # needs torch, as the training that follows does
+
+        return load_config(Path(given.out))
+    choices: dict[str, Any] = {k: v for k, v in (("method", given.method), ("data", given.data)) if v is not None}
+    if given.batch_size is not None and given.batch_size.isdigit() and int(given.batch_size) > 0:
+        choices["batch_size"] = int(given.batch_size)
+    return recipes.recipe(given.recipe or "standard", **choices)

@@ -1,0 +1,96 @@
+"""From a config to the images it trains on: sources, bias, stream, length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import TrainConfig
+from .data.bias import class_weights, subset_ids
+from .data.sources import Source, Stats, load, statistics
+from .data.stream import Stream
+from .errors import UserError
+from .runs import SUBSET
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads. Labels stay here, for measuring and for making the bias; no method or policy sees them."""
+
+    train: Source
+    test: Source | None
+    """For measuring while training; None where there is none or where there are no labels."""
+    stats: Stats
+    """Mean and standard deviation per channel, in 0..1."""
+    ids: Tensor | None
+    """bias_mode subset: the only items shown, int64 (n,)."""
+    weights: Tensor | None
+    """bias_mode draw: class weights, float64 (classes,)."""
+
+    @classmethod
+    def load(cls, config: TrainConfig, device: torch.device, *, test: bool) -> Inputs:
+        train = load_split(config, "train")
+        biased = config.bias_kind == "weights" or config.bias != 1
+        ids = weights = None
+        if biased:
+            if train.labels is None:
+                raise UserError(f"bias {config.bias:g} needs labels, but {config.data!r} has none; leave bias at 1")
+            weights = class_weights(
+                len(train.classes),
+                kind=config.bias_kind,
+                bias=config.bias,
+                dominant=config.bias_class,
+                weights=config.weights,
+            )
+            if config.bias_mode == "subset":
+                ids, weights = subset_ids(train.labels, weights, seed=config.seed), None
+        stats = statistics(train)
+        held = load_split(config, "test") if test and train.labels is not None else None
+        return cls(_to(train, device), held and _to(held, device), stats, ids, weights)
+
+    @property
+    def items(self) -> int:
+        return len(self.train) if self.ids is None else len(self.ids)
+
+    def steps(self, config: TrainConfig) -> int:
+        """Length of training in steps; an epoch shows as many items as there are, also where they are drawn."""
+        return config.steps or max(1, round(config.epochs * self.items / config.batch_size))
+
+    def stream(self, config: TrainConfig, device: torch.device) -> Stream:
+        return Stream(
+            self.train,
+            batch_size=config.batch_size,
+            device=device,
+            seed=config.seed,
+            ids=self.ids,
+            weights=self.weights,
+            dwell=config.dwell,
+            workers=config.workers,
+        )
+
+    def save_subset(self, run: Path) -> None:
+        """Which items a fixed subset shows is part of the result."""
+        if self.ids is not None:
+            np.save(run / SUBSET, self.ids.cpu().numpy())
+
+
+def load_split(config: TrainConfig, split: str) -> Source:
+    return load(
+        config.data,
+        split="train" if split == "train" else "test",
+        root=config.root,
+        download=config.download,
+        image_size=config.image_size,
+        residency=config.residency,
+    )
+
+
+def _to(source: Source, device: torch.device) -> Source:
+    """Sources that can live on the device do."""
+    move = getattr(source, "to", None)
+    moved: Source = source if move is None else move(device)
+    return moved

@@ -1,0 +1,55 @@
+"""Which device and which precision a run gets."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from .config import TrainConfig
+from .errors import UserError
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+
+def resolve_device(name: str) -> torch.device:
+    """auto, cpu, cuda or cuda:N as a device that exists."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda":
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if found == 0:
+            raise UserError(
+                f"device {name!r} was asked for, but torch {torch.__version__} sees no GPU; check the driver "
+                "(nvidia-smi) and that torch was built for CUDA, or use --device cpu"
+            )
+        if device.index is not None and device.index >= found:
+            raise UserError(f"device {name!r} was asked for, but there are {found} GPUs: cuda:0 to cuda:{found - 1}")
+    return device
+
+
+def build_fabric(config: TrainConfig) -> Fabric:
+    """One device, and bf16 with float32 weights on a GPU unless the config says otherwise."""
+    device = resolve_device(config.device)
+    try:
+        from lightning.fabric import Fabric
+    except ImportError as error:
+        raise UserError("training needs more packages: pip install 'duel-ssl[train]'") from error
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # hints about other accelerators and cluster schedulers
+        return Fabric(
+            accelerator=device.type,
+            devices=1 if device.index is None else [device.index],
+            precision="bf16-mixed" if precision == "bf16" else "32-true",
+        )

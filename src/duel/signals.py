@@ -1,0 +1,43 @@
+"""Ctrl-C and SIGTERM as a polite request: finish the step, save, say how to go on."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+
+class StopRequest:
+    """Inside the block the first SIGINT or SIGTERM sets `requested`; a second one interrupts at once.
+
+    Outside the main thread Python allows no handlers: signals then do what they did before.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.name = ""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            self._restore()
+            raise KeyboardInterrupt
+        self.requested = True
+        self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()

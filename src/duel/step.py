@@ -1,0 +1,267 @@
+"""One training step: sample → augment → forward → backward → optimizer → momentum copy → memory.
+
+A step takes nothing and returns nothing. The stream fills preallocated tensors; everything after that (`compute`) reads
+and writes tensors that live on the device and never waits for them, so that it can be run eagerly, captured as one CUDA
+graph, or run on several devices. The loss is summed on the device and read by `read_loss`, which does wait.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .config import TrainConfig
+from .data.augment import Augment
+from .encoders import Encoder, encoder
+from .errors import UserError
+from .inputs import Inputs
+from .methods import Method, build, settings_of
+from .optimizers import Schedule, build_optimizer
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+    from .memory import WorkingMemory
+    from .policies import Policy
+
+
+class TrainingStep:
+    """Everything that changes during training, and the one step that changes it.
+
+    Attributes:
+        steps: length of the whole training.
+        done: finished steps.
+        images_encoded: views that went through an encoder, momentum copies included.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        inputs: Inputs,
+        *,
+        fabric: Fabric,
+    ) -> None:
+        self.config, self.fabric = config, fabric
+        device = self.device = fabric.device
+        self.stream, self.steps = inputs.stream(config, device), inputs.steps(config)
+        image_shape, (mean, std) = inputs.train.shape, inputs.stats
+        self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+
+        torch.manual_seed(config.seed)  # weights, and what a backbone draws itself (dropout)
+        self.generator = torch.Generator(device).manual_seed(config.seed)
+        self.augment = Augment(config.augment, mean=mean, std=std, image_size=image_shape[-1]).to(device)
+        self.clean = Augment("none", mean=mean, std=std, image_size=image_shape[-1]).to(device)
+        self.memory = build_memory(config, image_shape, device)
+        self.method = build_method(config, build_encoder(config, image_shape), self.memory)
+        self.method.to(device=device, memory_format=self.layout)
+        self.schedule = Schedule(
+            peak=config.lr, steps=self.steps, warmup=config.warmup, end=config.lr_end, device=device
+        )
+        self.optimizer = build_optimizer(
+            config.optimizer,
+            self.method.parameter_groups(config.weight_decay, decay_norm_and_bias=config.decay_norm_and_bias),
+            lr=self.schedule.lr,
+            momentum=config.momentum,
+        )
+        self.images_encoded = 0
+        for part in self.method.modules():
+            if isinstance(part, Encoder):
+                part.register_forward_hook(self._count_images)
+                if config.compile:
+                    part.backbone.compile()
+        self._forward, self._optimizer = fabric.setup(self.method, self.optimizer)
+
+        self.images = torch.zeros(config.batch_size, *image_shape, dtype=torch.uint8, device=device)
+        self.ids = torch.zeros(config.batch_size, dtype=torch.int64, device=device)
+        self.done = 0  # finished steps, as the host counts them
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)  # the same on the device
+        self._loss_sum = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+        self._loss_steps = 0
+        self._bad_step = torch.full((1,), -1, dtype=torch.int64, device=device)  # first step with a non-finite loss
+
+    def __call__(self) -> None:
+        self.stream.next(out=(self.images, self.ids))
+        self.compute()
+        self._loss_steps += 1
+        self.done += 1
+
+    def compute(self) -> None:
+        """The step proper, from the batch that the stream has put into `images` and `ids`."""
+        images, ids = self._sample()
+        with torch.no_grad():
+            views = self.augment.views(images, 2, self.generator)
+            first, second = (view.contiguous(memory_format=self.layout) for view in views)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss, embeddings = self._forward(first, second, ids)
+        self.fabric.backward(loss)
+        if self.config.clip is not None:
+            # error_if_nonfinite would read the norm on the host
+            self.fabric.clip_gradients(
+                self._forward, self._optimizer, max_norm=self.config.clip, error_if_nonfinite=False
+            )
+        self.schedule.set(self._count)
+        self._optimizer.step()
+        self.method.after_step(self._count[0] / self.steps)
+        self._record(loss.detach())  # before the memory, which may refuse what a diverged encoder gives
+        self._update_memory(embeddings)
+
+    def _sample(self) -> tuple[Tensor, Tensor]:
+        """Images uint8 (b, c, h, w) and ids int64 (b,) to train on: the stream's, or drawn from the memory."""
+        if self.memory is not None and self.config.source == "memory":
+            slots = self.memory.sample(self.config.batch_size)
+            return self.memory["image"][slots], self.memory["id"][slots]
+        return self.images, self.ids
+
+    def _update_memory(self, embeddings: Tensor) -> None:
+        """Offer the stream's batch to the memory, after the optimizer (Algorithm 2).
+
+        Residents and newcomers are encoded alike: both clean where the memory holds images, both augmented (the
+        step's own `embeddings`) where it holds embeddings only.
+        """
+        if self.memory is None:
+            return
+        if self.config.memory_holds_images:
+            count = self.config.refreshed_slots
+            if count:
+                slots = self.memory.stalest(count)
+                self.memory.refresh(slots, self.embed(self.memory["image"][slots]))
+            self.memory.update(self.embed(self.images), id=self.ids, image=self.images)
+        else:
+            self.memory.update(embeddings, id=self.ids)
+        self.memory.learn()
+
+    @torch.no_grad()
+    def embed(self, images: Tensor) -> Tensor:
+        """Clean embeddings of uint8 images (b, c, h, w): (b, d), unit rows, float32."""
+        clean = self.clean(images).contiguous(memory_format=self.layout)
+        with self.fabric.autocast():
+            return self.method.embed(clean).float()
+
+    @torch.no_grad()
+    def _record(self, loss: Tensor) -> None:
+        self._loss_sum += loss
+        bad = ~torch.isfinite(loss) & (self._bad_step < 0)
+        self._bad_step.copy_(torch.where(bad, self._count, self._bad_step))
+        self._count += 1
+
+    def _count_images(self, module: object, args: tuple[Tensor, ...], output: object) -> None:
+        self.images_encoded += len(args[0])
+
+    def fill_memory(self) -> None:
+        """Fill every slot with a real item before the first step: random vectors would never look like duplicates."""
+        while self.memory is not None and len(self.memory) < self.memory.size:
+            images, ids = self.stream.next()
+            room = self.memory.size - len(self.memory)
+            images, ids = images[:room], ids[:room]
+            if self.config.memory_holds_images:
+                self.memory.update(self.embed(images), id=ids, image=images)
+            else:  # the memory will hold embeddings of augmented views, so it starts with such
+                with torch.no_grad(), self.fabric.autocast():
+                    view = self.augment(images, self.generator).contiguous(memory_format=self.layout)
+                    embeddings = self.method.embed(view).float()
+                self.memory.update(embeddings, id=ids)
+
+    def read_loss(self) -> tuple[float, int | None]:
+        """Mean loss since the last call, and the first step (from 0) whose loss was not finite, or None. Waits."""
+        mean = float(self._loss_sum) / self._loss_steps if self._loss_steps else math.nan
+        bad = self.bad_step()
+        self._loss_sum.zero_()
+        self._loss_steps = 0
+        return mean, bad
+
+    def bad_step(self) -> int | None:
+        """The first step (from 0) whose loss was not finite, or None. Waits for the device."""
+        bad = int(self._bad_step)
+        return None if bad < 0 else bad
+
+    def is_finite(self) -> bool:
+        """Whether no loss, parameter or buffer has become NaN or infinite. Waits for the device."""
+        tensors = [t for t in self.method.state_dict().values() if t.is_floating_point()]
+        whole = torch.stack([torch.isfinite(t).all() for t in tensors]).all()
+        return bool(whole) and self.bad_step() is None
+
+    def lr_at(self, step: int) -> float:
+        return float(self.schedule.table[min(step, self.steps - 1)])
+
+    # What is saved: all that the next step depends on ----------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        cuda = self.device.type == "cuda"
+        return {
+            "step": self.done,
+            "images_encoded": self.images_encoded,
+            "method": self.method.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "memory": None if self.memory is None else self.memory.state_dict(),
+            "stream": self.stream.state_dict(),
+            "generator": self.generator.get_state(),
+            "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device) if cuda else None},
+            "loss": {"sum": self._loss_sum.clone(), "steps": self._loss_steps},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.method.load_state_dict(state["method"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.lr  # loading put a copy in its place, which the schedule would not reach
+        if self.memory is not None:
+            self.memory.load_state_dict(state["memory"])
+        self.stream.load_state_dict(state["stream"])
+        self.generator.set_state(state["generator"].cpu())
+        torch.set_rng_state(state["rng"]["cpu"].cpu())
+        if self.device.type == "cuda" and state["rng"]["cuda"] is not None:
+            torch.cuda.set_rng_state(state["rng"]["cuda"].cpu(), self.device)
+        self.done, self.images_encoded = int(state["step"]), int(state["images_encoded"])
+        self._count.fill_(self.done)
+        self._loss_sum.copy_(state["loss"]["sum"])
+        self._loss_steps = int(state["loss"]["steps"])
+        self._bad_step.fill_(-1)
+
+
+def build_encoder(config: TrainConfig, image_shape: tuple[int, int, int]) -> Encoder:
+    return encoder(
+        config.backbone,
+        stem=config.stem,
+        projection=config.projection,
+        dim=config.dim,
+        hidden=config.hidden,
+        norm=config.projection_norm,
+        image_size=image_shape[-1],
+        in_chans=image_shape[0],
+        pretrained=config.pretrained,
+    )
+
+
+def build_method(config: TrainConfig, encoder: Encoder, memory: WorkingMemory | None) -> Method:
+    """The method with the settings given; it gets the memory only if its negatives come from there."""
+    name, given = config.base_method, config.method_settings
+    unknown = [setting for setting in given if setting not in settings_of(name)]
+    if unknown:
+        setting = {"momentum": "key_momentum"}.get(unknown[0], unknown[0])
+        raise UserError(f"{setting} was given, but {name} has no such setting; leave it out")
+    return build(name, encoder, memory=memory if config.negatives_from_memory else None, **given)
+
+
+def build_memory(config: TrainConfig, image_shape: tuple[int, int, int], device: torch.device) -> WorkingMemory | None:
+    if not config.has_memory:
+        return None
+    from .memory import WorkingMemory
+
+    payload: dict[str, Any] = {"id": ((), torch.int64)}
+    if config.memory_holds_images:
+        payload["image"] = (image_shape, torch.uint8)
+    policy = build_policy(config)
+    return WorkingMemory(config.memory_size, config.dim, policy, payload, seed=config.seed).to(device)
+
+
+def build_policy(config: TrainConfig) -> Policy:
+    from . import policies
+
+    name = config.memory_policy
+    if name == "duel":
+        return policies.Duel(config.score, admit=config.admit)
+    if name in ("random", "reservoir"):
+        return {"random": policies.Random, "reservoir": policies.Reservoir}[name](seed=config.seed)
+    return policies.get(name)

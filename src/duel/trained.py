@@ -1,0 +1,139 @@
+"""What a finished (or interrupted) run is good for: measuring it and exporting its encoder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from . import checkpoint, runs
+from .config import TrainConfig
+from .encoders import Encoder
+from .errors import UserError
+from .evaluation.settings import EvaluationSettings
+from .inputs import load_split
+from .machine import resolve_device
+from .step import build_encoder, build_memory
+
+if TYPE_CHECKING:
+    from .evaluation.progress import ProgressLike
+    from .export import Exported
+
+# Where there are no labels to measure with, the labelled data that belongs to it.
+_MEASURED_ON = {"stl10-unlabeled": "stl10"}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An encoder as its run left it, and what one needs to use it."""
+
+    config: TrainConfig
+    encoder: Encoder
+    """On the CPU, in evaluation mode."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    """Normalisation per channel, in 0..1."""
+    step: int
+    path: Path
+    """The checkpoint it comes from."""
+    memory_ids: Tensor | None
+    """The items the memory held at that step, int64 (n,); None without a memory."""
+    problems: list[str]
+    """One message for each newer checkpoint that could not be read."""
+
+
+def load_trained(run: str | os.PathLike[str]) -> Trained:
+    """The encoder of the newest good checkpoint in a run directory."""
+    out = Path(run)
+    config = runs.load_config(out)
+    path, state, problems = checkpoint.load_latest(out / runs.CHECKPOINTS)
+    if path is None:
+        raise UserError(f"{out} has no checkpoint yet; train it first: duel train --out {out} --resume")
+    channels, height, width = state["image_shape"]
+    encoder = build_encoder(dataclasses.replace(config, pretrained=False), (channels, height, width))
+    prefix = "encoder."
+    weights = state["training"]["method"]
+    encoder.load_state_dict({k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)})
+    memory = build_memory(config, (channels, height, width), torch.device("cpu"))
+    if memory is not None:
+        memory.load_state_dict(state["training"]["memory"])
+    return Trained(
+        config=config,
+        encoder=encoder.eval(),
+        mean=tuple(state["mean"]),
+        std=tuple(state["std"]),
+        step=int(state["training"]["step"]),
+        path=path,
+        memory_ids=None if memory is None else memory["id"],
+        problems=problems,
+    )
+
+
+def evaluate(
+    run: str | os.PathLike[str],
+    *,
+    data: str | None = None,
+    device: str = "auto",
+    settings: EvaluationSettings | None = None,
+    root: str | None = None,
+    cache: bool = True,
+    progress: ProgressLike = False,
+) -> dict[str, Any]:
+    """Measure a run's encoder on balanced, clean data and write evaluation.json beside the run.
+
+    data: where to measure, by default what it was trained on. cache: keep the features in the run directory.
+    """
+    from . import evaluation
+
+    trained = load_trained(run)
+    where = data or _MEASURED_ON.get(trained.config.data, trained.config.data)
+    config = dataclasses.replace(trained.config, data=where, root=root or trained.config.root)
+    sources = [load_split(config, split) for split in ("train", "test")]
+    shape = trained.encoder.image_shape
+    for source in sources:
+        if tuple(source.shape) != tuple(shape):
+            raise UserError(
+                f"{where!r} has images of shape {tuple(source.shape)}, the run was trained on {tuple(shape)}; "
+                "measure on data of the same size"
+            )
+    on = resolve_device(device)
+    result = evaluation.evaluate(
+        trained.encoder.to(on),
+        *sources,
+        mean=trained.mean,
+        std=trained.std,
+        device=on,
+        settings=settings or EvaluationSettings(),
+        cache=Path(run) / runs.FEATURES if cache else None,
+        progress=progress,
+    )
+    result["run"] = {"step": trained.step, "checkpoint": trained.path.name, "config": trained.config.as_dict()}
+    result["origin"] = runs.describe(on)
+    evaluation.save(result, Path(run) / runs.EVALUATION)
+    return result
+
+
+def export(
+    run: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str] | None = None,
+    format: Literal["safetensors", "onnx"] = "safetensors",
+) -> Exported:
+    """Write a run's backbone as one file, by default RUN/<timm name>.<format>, and check it against the original."""
+    from . import export as files
+
+    trained = load_trained(run)
+    path = Path(out) if out else Path(run) / f"{trained.encoder.timm_name}.{format}"
+    facts = {
+        "mean": " ".join(f"{v:.6g}" for v in trained.mean),
+        "std": " ".join(f"{v:.6g}" for v in trained.std),
+        "method": trained.config.method,
+        "data": Path(trained.config.data).name,
+        "step": str(trained.step),
+    }
+    return files.export(trained.encoder, path, format=format if out is None else None, metadata=facts)

@@ -1,0 +1,237 @@
+"""One loop: stream → step → memory → log → checkpoint. What a step is, `duel.step` says."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from . import checkpoint, runs
+from .checkpoint import CheckpointError
+from .config import TrainConfig
+from .errors import UserError
+from .inputs import Inputs
+from .machine import build_fabric
+from .runlog import RunLog
+from .signals import StopRequest
+from .step import TrainingStep
+
+FORMAT = 1  # of the checkpoint; raised when an older one cannot be continued
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What `train` leaves behind."""
+
+    run_dir: Path
+    steps: int
+    """Finished steps."""
+    finished: bool
+    """False when a signal stopped the run; `duel train --out RUN_DIR --resume` continues it."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last logged metrics."""
+    seconds: float = 0.0
+    """Time spent training, over all attempts."""
+
+
+class NonFiniteLoss(UserError):
+    """Training went astray; the message says where, and what to try."""
+
+
+def train(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    label: str | None = None,
+    console: Console | None = None,
+) -> RunResult:
+    """Train as `config` says, in its run directory; `duel.runs` says what is written there.
+
+    resume: continue from the newest good checkpoint; on the CPU the result is, bit for bit, the same as without the
+    interruption. overwrite: delete the run that the directory holds. label: what the progress bar says.
+    """
+    console = console or Console(stderr=True)
+    out = runs.check_out(config, resume=resume, overwrite=overwrite)
+    fabric = build_fabric(config)
+    inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
+    step = TrainingStep(config, inputs, fabric=fabric)
+    seconds = _restore(step, out, console) if resume else 0.0
+    runs.prepare(out, config, overwrite=overwrite)
+    inputs.save_subset(out)
+    loop = _Loop(config, step, inputs, out, seconds)
+    meta = runs.read_meta(out) if resume else {}
+    attempts = [*meta.get("attempts", []), {**runs.describe(fabric.device), "from_step": step.done}]
+    runs.write_json(out / runs.META, {"attempts": attempts, "finished": None})
+    result = loop.run(label or config.method, console)
+    budget = {"steps": result.steps, "images_encoded": step.images_encoded, "seconds": round(result.seconds, 3)}
+    ended = datetime.now(UTC).isoformat(timespec="seconds")
+    runs.write_json(
+        out / runs.META,
+        {
+            "attempts": attempts,
+            "finished": result.finished,
+            "ended": ended,
+            "budget": budget,
+            "metrics": result.metrics,
+        },
+    )
+    return result
+
+
+def _restore(step: TrainingStep, out: Path, console: Console) -> float:
+    """Put the newest good checkpoint into `step`; returns the seconds spent before it."""
+    path, state, problems = checkpoint.load_latest(out / runs.CHECKPOINTS, map_location=step.device)
+    for problem in problems:
+        console.print(f"warning: {problem}; falling back to the one before it", soft_wrap=True, markup=False)
+    if path is None:
+        console.print(f"{out} has no checkpoint yet; starting from the beginning", soft_wrap=True, markup=False)
+        return 0.0
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {state.get('format')!r}, this version reads {FORMAT}; start again with --overwrite"
+        )
+    step.load_state_dict(state["training"])
+    console.print(f"resuming {out} at step {step.done} of {step.steps}", soft_wrap=True, markup=False)
+    return float(state["seconds"])
+
+
+class _Loop:
+    """The steps of one attempt, and what happens between them."""
+
+    def __init__(self, config: TrainConfig, step: TrainingStep, inputs: Inputs, out: Path, seconds: float) -> None:
+        self.config, self.step, self.inputs, self.out = config, step, inputs, out
+        self.folder = out / runs.CHECKPOINTS
+        self.before = seconds
+        self.began = time.monotonic()
+        self.metrics: dict[str, float] = {}
+        self.saved_at = step.done if checkpoint.checkpoints(self.folder) else -1
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.monotonic() - self.began
+
+    def run(self, label: str, console: Console) -> RunResult:
+        config, step = self.config, self.step
+        with (
+            RunLog(
+                self.out,
+                columns=self._columns(),
+                steps=step.steps,
+                start=step.done,
+                label=label,
+                tensorboard=config.tensorboard,
+                wandb=config.wandb,
+                config=config.as_dict(),
+                console=console,
+            ) as log,
+            StopRequest() as stop,
+        ):
+            step.fill_memory()
+            self.began = time.monotonic()
+            self._tick = (self.began, step.done)
+            while step.done < step.steps and not stop.requested:
+                self._step()
+                log.advance(step.done)
+                last = step.done == step.steps
+                if step.done % config.log_every == 0 or last:
+                    self._log(log, last)
+                if step.done % config.checkpoint_every == 0 and not last:
+                    self._save(log, must=False)
+            if self.saved_at != step.done:
+                self._save(log, must=True)
+            finished = step.done == step.steps
+            if not finished:
+                log.say(
+                    f"stopped by {stop.name} after step {step.done} of {step.steps}; everything is saved.\n"
+                    f"Continue with: duel train --out {self.out} --resume"
+                )
+        return RunResult(self.out, step.done, finished, self.metrics, self.seconds)
+
+    def _step(self) -> None:
+        try:
+            self.step()
+        except UserError as error:  # a memory on the CPU refuses NaN at once, before the loss is next read
+            if self.step.is_finite():
+                raise
+            raise self._astray(self.step.bad_step()) from error
+
+    def _columns(self) -> list[str]:
+        labelled = self.inputs.train.labels is not None
+        memory = ["memory_largest", "memory_entropy"] if self.step.memory is not None and labelled else []
+        return ["loss", "lr", "epoch", "steps_per_s", *memory, *(["knn"] if self.inputs.test is not None else [])]
+
+    def _log(self, log: RunLog, last: bool) -> None:
+        step = self.step
+        mean, bad = step.read_loss()  # waits for the device
+        if bad is not None:
+            raise self._astray(bad)
+        now = time.monotonic()
+        elapsed, steps = now - self._tick[0], step.done - self._tick[1]
+        self.metrics = {
+            "loss": mean,
+            "lr": step.lr_at(step.done - 1),
+            "epoch": step.done * self.config.batch_size / self.inputs.items,
+            "steps_per_s": steps / max(elapsed, 1e-9),
+            **self._look_at_memory(),
+        }
+        every = self.config.knn_every
+        if self.inputs.test is not None and every and (step.done % every < self.config.log_every or last):
+            self.metrics["knn"] = self._knn()
+        log.log(step.done, self.metrics)
+        self._tick = (time.monotonic(), step.done)
+
+    def _look_at_memory(self) -> dict[str, float]:
+        from .evaluation import memory as measures
+
+        memory, labels = self.step.memory, self.inputs.train.labels
+        if memory is None or labels is None or len(self.inputs.train.classes) < 2:
+            return {}
+        found = measures.measure(memory["id"], labels, len(self.inputs.train.classes))
+        return {"memory_largest": float(found["largest_share"]), "memory_entropy": float(found["class_entropy"])}
+
+    def _knn(self) -> float:
+        from .evaluation import online_knn
+
+        if self.inputs.test is None:
+            return math.nan
+        mean, std = self.inputs.stats
+        encoder = self.step.method.encoder
+        with torch.random.fork_rng(enabled=True):  # measuring must not change what is trained
+            return online_knn(encoder, self.inputs.train, self.inputs.test, mean=mean, std=std, device=self.step.device)
+
+    def _save(self, log: RunLog, *, must: bool) -> None:
+        """Write a checkpoint, but never one that is not good. `must`: nothing comes after it."""
+        if not self.step.is_finite():
+            raise self._astray(self.step.bad_step())
+        state = {"format": FORMAT, "training": self.step.state_dict(), "seconds": self.seconds, **self._inputs_state()}
+        try:
+            checkpoint.save(self.folder, self.step.done, state, keep=self.config.keep)
+            self.saved_at = self.step.done
+        except CheckpointError as error:
+            if must:
+                raise
+            log.say(f"warning: {error}. Training goes on and will try again at the next checkpoint")
+
+    def _inputs_state(self) -> dict[str, Any]:
+        """What evaluating and exporting need to know besides the weights."""
+        mean, std = self.inputs.stats
+        return {"image_shape": list(self.inputs.train.shape), "mean": list(mean), "std": list(std)}
+
+    def _astray(self, bad: int | None) -> NonFiniteLoss:
+        step = self.step.done - 1 if bad is None else bad
+        what = "a weight" if bad is None else "the loss"
+        kept = checkpoint.checkpoints(self.folder)
+        last_good = f"the last good checkpoint is {kept[-1]}" if kept else "no checkpoint had been written yet"
+        return NonFiniteLoss(
+            f"{what} became NaN or infinite at step {step + 1} (learning rate {self.step.lr_at(step):.3g}); "
+            f"{last_good}. "
+            f"Try a lower --lr (now {self.config.lr:g}), a longer --warmup (now {self.config.warmup} steps), --clip 1, "
+            "or --precision fp32, in a new run"
+        )

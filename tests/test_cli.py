@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from duel import cli, runs
+from duel.config import TrainConfig
+
+TINY = ["--recipe=demo", "--data=digits", "--steps=4", "--batch-size=16", "--memory-size=32", "--dim=16"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def parsed(*args: str) -> TrainConfig:
+    command = cli._parse(["train", *args])
+    assert isinstance(command, cli.Train)
+    return TrainConfig(**vars(command.config))
+
+
+def test_help_is_quick_and_lists_every_command() -> None:
+    began = time.perf_counter()
+    code = "import sys; from duel.cli import main; sys.exit(main(['--help']))"
+    done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - began
+    for name in ("demo", "train", "evaluate", "export"):
+        assert f"• {name}" in done.stdout
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert "tyro" in imported
+    assert not imported & {"torch", "timm", "lightning", "torchvision", "sklearn", "numpy"}
+    assert seconds < 10  # under 1 s on an idle machine; this one may be busy
+
+
+def test_help_of_train_has_examples_and_recipe_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["train", "--recipe", "paper", "--method", "d-moco", "--help"])
+    assert not done.value.code
+    text = capsys.readouterr().out
+    assert "duel train --out runs/simclr --resume" in text
+    assert "resnet50" in text
+
+
+def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
+    config = parsed("--recipe", "paper", "--method", "d-moco", "--lr", "0.01")
+    assert (config.backbone, config.temperature, config.lr, config.score) == ("resnet50", 0.7, 0.01, "linear")
+    assert parsed("--batch-size", "512").lr == pytest.approx(0.24)
+    assert parsed("--batch_size=512").lr == pytest.approx(0.24)
+    literal = "--data cifar10 --method simclr --recipe standard --bias 27 --steps 5000 --out runs/x"
+    config = parsed(*literal.split())
+    assert (config.data, config.method, config.bias, config.steps, config.run_dir) == (
+        "cifar10", "simclr", 27.0, 5000, "runs/x"
+    )  # fmt: skip
+    assert parsed("--bias-kind", "weights", "--weights", "1", "2.5").weights == (1.0, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train", "--bias", "0.5"], "bias must be >= 1, got 0.5"),
+        (["train", "--recipe", "papr"], "did you mean 'paper'"),
+        (["train", "--method", "simcrl"], "did you mean 'simclr'"),
+        (["train", "--out", "nowhere", "--resume"], "nowhere is not a run directory"),
+        (["evaluate", "nowhere"], "nowhere is not a run directory"),
+        (["export", "nowhere"], "nowhere is not a run directory"),
+        (["train", "--data", "cifar11"], "did you mean 'cifar10'"),
+        (["train", "--data", "cifar10"], "--download"),
+        (["evaluate", "nowhere", "--shots", "0"], "shots must be >= 1"),
+    ],
+)
+def test_mistakes_are_told_without_a_stack_trace(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(args) == cli.USER_MISTAKE
+    error = capsys.readouterr().err
+    assert error.startswith("duel: error: ")
+    assert message in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "args", [["train", "--bais", "27"], ["train", "--steps", "many"], ["trian"], ["evaluate"], ["train", "--steps"]]
+)
+def test_unknown_options_are_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(args)
+    assert done.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_train_evaluate_export_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *TINY, "--out", "run"]) == 0
+    assert "next: duel evaluate run" in capsys.readouterr().out
+    assert cli.main(["train", *TINY, "--out", "run"]) == cli.USER_MISTAKE
+    assert "already holds a run" in capsys.readouterr().err
+    assert cli.main(["train", "--out", "run", "--resume", "--bias", "9"]) == cli.USER_MISTAKE
+    assert "bias: 1.0 -> 9.0" in capsys.readouterr().err
+    assert cli.main(["train", "--out", "run", "--resume", "--log-every", "3"]) == 0
+    assert "4 steps" in capsys.readouterr().out
+    assert cli.main(["train", *TINY, "--out", "run", "--overwrite", "--bias", "9"]) == 0
+    assert runs.load_config(Path("run")).bias == 9.0
+    capsys.readouterr()
+    assert cli.main(["evaluate", "run", "--device", "cpu", "--probe-epochs", "2", "--per-class"]) == 0
+    shown = capsys.readouterr().out
+    assert "linear probe" in shown
+    assert "run/evaluation.json" in shown
+    assert json.loads(Path("run/evaluation.json").read_text())["protocol"]["settings"]["probe_epochs"] == 2
+    assert cli.main(["export", "run", "--out", "backbone.safetensors"]) == 0
+    assert "timm.create_model('duel_convnet'" in capsys.readouterr().out
+    assert Path("backbone.safetensors").exists()

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from duel import recipes
+from duel.config import MethodName, TrainConfig
+from duel.errors import UserError
+from duel.optimizers import LARS, Schedule, build_optimizer, learning_rate
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bias": 0.5}, "bias must be >= 1, got 0.5"),
+        ({"bias": float("nan")}, "bias must be >= 1"),
+        ({"method": "simcrl"}, "did you mean 'simclr'"),
+        ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"lr": 0.0}, "lr must be > 0"),
+        ({"momentum": 1.5}, r"momentum must lie in \[0, 1\]"),
+        ({"bias_kind": "weights"}, "needs weights"),
+        ({"weights": (1.0, 2.0)}, "no other kind takes them"),
+        ({"bias_kind": "weights", "weights": (1.0, -2.0)}, "weights must be >= 0"),
+        ({"policy": "duel"}, "keeps no memory"),
+        ({"method": "moco", "refresh": 9999}, "refresh must be at most memory_size = 4096"),
+        ({"source": "memory", "memory_size": 64}, "batch_size 256 exceeds memory_size 64"),
+    ],
+)
+def test_mistakes_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TrainConfig(**settings)
+
+
+def test_json_round_trip() -> None:
+    config = TrainConfig(bias_kind="weights", weights=(1.0, 3.0), bias_mode="subset", clip=1.0)
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+    with pytest.raises(UserError, match="leraning"):
+        TrainConfig.from_dict({"leraning": 1})
+
+
+def test_differences_ignore_what_cannot_change_the_result() -> None:
+    config = TrainConfig()
+    watched = dataclasses.replace(config, out="elsewhere", log_every=7, device="cpu", keep=9)
+    assert config.differences(watched) == []
+    assert config.differences(dataclasses.replace(config, bias=27.0, lr=0.5)) == [
+        "bias: 1.0 -> 27.0",
+        "lr: 0.12 -> 0.5",
+    ]
+
+
+def test_what_the_fields_imply() -> None:
+    assert TrainConfig(method="d-moco").memory_policy == "duel"
+    assert TrainConfig(method="moco").memory_policy == "fifo"
+    assert TrainConfig(method="d-moco", policy="fifo").memory_policy == "fifo"
+    assert not TrainConfig().has_memory
+    assert not TrainConfig(method="moco").memory_holds_images
+    assert TrainConfig(method="d-simclr", memory_size=512).refreshed_slots == 512
+    assert TrainConfig(source="memory").memory_holds_images
+    assert TrainConfig(data="some/where/photos/", bias=27).run_dir == "runs/photos-simclr-x27-seed0"
+
+
+@pytest.mark.parametrize("method", get_args(MethodName))
+@pytest.mark.parametrize("name", list(recipes.RECIPES))
+def test_every_recipe_serves_every_method(name: str, method: MethodName) -> None:
+    config = recipes.recipe(name, method=method)
+    assert (config.recipe, config.method) == (name, method)
+
+
+def test_recipes_by_name() -> None:
+    assert recipes.recipe("standard", batch_size=128).lr == pytest.approx(0.06)
+    assert recipes.recipe("standard", batch_size=512).lr == pytest.approx(0.24)
+    paper = recipes.recipe("paper", method="d-moco")
+    assert (paper.backbone, paper.dim, paper.temperature, paper.lr, paper.steps) == ("resnet50", 256, 0.7, 0.05, 40_000)
+    with pytest.raises(UserError, match="did you mean 'standard'"):
+        recipes.recipe("standart")
+    with pytest.raises(UserError, match="unknown method"):
+        recipes.recipe("standard", method="swav")
+
+
+def test_config_and_cli_do_not_import_torch() -> None:
+    code = "import sys, duel.cli, duel.recipes; print([m for m in ('torch', 'timm', 'lightning') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_schedule_warms_up_and_ends_at_the_floor() -> None:
+    rates = [learning_rate(s, peak=2.0, steps=100, warmup=10, end=0.1) for s in range(101)]
+    assert rates[0] == pytest.approx(0.2)
+    assert rates[9] == rates[10] == pytest.approx(2.0)
+    assert rates[55] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert rates[100] == pytest.approx(0.2)
+    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
+
+
+def test_writing_the_schedule_moves_every_optimizer() -> None:
+    schedule = Schedule(peak=0.5, steps=4, warmup=2, end=0.0, device=torch.device("cpu"))
+    for name in ("adam", "adamw", "sgd", "lars"):
+        p = torch.nn.Parameter(torch.ones(3, 3))
+        optimizer = build_optimizer(name, [{"params": [p], "weight_decay": 0.0}], lr=schedule.lr)
+        moves = []
+        for step in (0, 1):
+            schedule.set(torch.tensor([step]))
+            p.grad = torch.ones_like(p)
+            before = p.detach().clone()
+            optimizer.step()
+            moves.append(float((before - p.detach()).abs().mean()))
+        assert moves[1] > 1.2 * moves[0] > 0, name
+    with pytest.raises(UserError, match="warmup must be shorter"):
+        Schedule(peak=0.5, steps=4, warmup=4, end=0.0, device=torch.device("cpu"))
+
+
+def test_lars_against_its_formula() -> None:
+    torch.manual_seed(0)
+    w = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+    b = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))
+    zero = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+    optimizer = LARS([w, b, zero], lr=0.3, momentum=0.8, weight_decay=0.1, trust=0.01)
+    expected = [w.detach().clone(), b.detach().clone(), zero.detach().clone()]
+    velocity = [torch.zeros_like(e) for e in expected]
+    for _ in range(3):
+        grads = [torch.randn_like(e) for e in expected]
+        for p, g in zip((w, b, zero), grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        for i, g in enumerate(grads):
+            if expected[i].ndim > 1:
+                g = g + 0.1 * expected[i]
+                norm = expected[i].norm()
+                g = g * (0.01 * norm / g.norm() if norm > 0 else 1.0)
+            velocity[i] = 0.8 * velocity[i] + g
+            expected[i] = expected[i] - 0.3 * velocity[i]
+    for p, e in zip((w, b, zero), expected, strict=True):
+        torch.testing.assert_close(p.detach(), e)

@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import io
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from duel import checkpoint, recipes, runs
+from duel.config import TrainConfig
+from duel.errors import UserError
+from duel.runlog import RunLog, read_metrics
+from duel.step import TrainingStep
+from duel.trained import evaluate, export, load_trained
+from duel.training import NonFiniteLoss, RunResult, train
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def small(method: Any = "simclr", **changes: Any) -> TrainConfig:
+    """Seconds, not minutes: 8×8 digits, 16 images a step."""
+    settings: dict[str, Any] = {
+        "out": "run",
+        "steps": 8,
+        "batch_size": 16,
+        "memory_size": 32,
+        "dim": 16,
+        "log_every": 2,
+        "checkpoint_every": 4,
+        "bias": 27.0,
+    }
+    return dataclasses.replace(recipes.demo(method), **{**settings, **changes})
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def go(config: TrainConfig, **options: Any) -> RunResult:
+    return train(config, console=options.pop("console", None) or quiet(), **options)
+
+
+def final_state(run: str) -> dict[str, Any]:
+    return checkpoint.load_latest(Path(run) / runs.CHECKPOINTS)[1]["training"]
+
+
+def assert_same(a: Any, b: Any, where: str = "state") -> None:
+    """Bit for bit, whatever the structure."""
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, where
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}[{i}]")
+    else:
+        assert a == b, where
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """Send this process a real signal in the middle of a step."""
+    original = TrainingStep.compute
+
+    def compute(self: TrainingStep) -> None:
+        if self.done + 1 == step:
+            os.kill(os.getpid(), number)
+        original(self)
+
+    monkeypatch.setattr(TrainingStep, "compute", compute)
+
+
+CASES = {
+    "simclr-sgd": small(optimizer="sgd", clip=1.0, warmup=2),
+    "byol-lars": small("byol", optimizer="lars", bias_mode="subset", bias=3.0),
+    "d-moco": small("d-moco", policy="duel", symmetric=True),
+    "d-simclr": small("d-simclr"),
+    "memory-first": small("simsiam", source="memory", policy="reservoir", refresh=8, dwell=3),
+    "memory-first-moco": small("moco", source="memory", policy="duel", admit="compete", score="exponential:0.05"),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_resume_continues_bit_for_bit(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CASES[case]
+    whole = go(dataclasses.replace(config, out="whole"))
+    assert whole.finished
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        said = io.StringIO()
+        stopped = go(dataclasses.replace(config, out="parts"), console=Console(file=said, width=200))
+    assert (stopped.steps, stopped.finished) == (5, False)
+    assert "duel train --out parts --resume" in said.getvalue()
+    torch.manual_seed(99)  # whatever else happens in between
+    resumed = go(dataclasses.replace(config, out="parts"), resume=True)
+    assert resumed.finished
+    assert_same(final_state("whole"), final_state("parts"))
+    drop = {"steps_per_s"}
+    lines = [
+        [{k: v for k, v in row.items() if k not in drop} for row in read_metrics(Path(r))] for r in ("whole", "parts")
+    ]
+    assert lines[0] == lines[1]
+    assert [row["step"] for row in lines[0]] == [2, 4, 6, 8]
+
+
+def test_training_learns_and_writes_its_origin() -> None:
+    config = small(steps=40, bias=1.0, bias_class=3, batch_size=64, log_every=10, knn_every=20, tensorboard=True)
+    result = go(config)
+    lines = read_metrics(result.run_dir)
+    assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
+    assert [("knn" in row) for row in lines] == [False, True, False, True]
+    assert lines[-1]["knn"] > 0.5
+    assert lines[-1]["lr"] < lines[0]["lr"]
+    meta = json.loads((result.run_dir / runs.META).read_text())
+    assert meta["finished"] is True
+    assert meta["budget"] == {
+        "steps": 40,
+        "images_encoded": 2 * 64 * 40,
+        "seconds": pytest.approx(result.seconds, abs=1e-3),
+    }
+    assert meta["attempts"][0]["versions"]["torch"]
+    assert meta["attempts"][0]["hardware"]["device"] == "cpu"
+    assert runs.load_config(result.run_dir) == config
+    assert list((result.run_dir / runs.TENSORBOARD).glob("events*"))
+
+
+def test_the_knn_of_a_run_does_not_change_it() -> None:
+    go(small(out="watched", knn_every=2))
+    go(small(out="alone", knn_every=0))
+    assert_same(final_state("watched"), final_state("alone"))
+
+
+def test_seeds_matter_and_repeat() -> None:
+    go(small(out="a"))
+    go(small(out="b"))
+    go(small(out="c", seed=1))
+    assert_same(final_state("a"), final_state("b"))
+    weights = [next(iter(final_state(r)["method"].values())) for r in ("a", "c")]
+    assert not torch.equal(*weights)
+
+
+def test_the_memory_is_filled_with_real_items_and_fed_by_the_stream() -> None:
+    result = go(small("moco", steps=3, log_every=1))
+    memory = final_state("run")["memory"]
+    assert memory["_extra_state"]["filled"] == 32
+    torch.testing.assert_close(memory["_embeddings"].norm(dim=1), torch.ones(32))
+    # two batches of 16 pass through 32 slots of a FIFO in two steps
+    assert int(memory["_clock"]) == 2 + 3
+    assert 0.5 < result.metrics["memory_largest"] <= 1.0
+
+
+def test_epochs_set_the_length() -> None:
+    result = go(small(steps=None, epochs=0.05, bias=1.0))
+    assert result.steps == round(0.05 * 1297 / 16)
+
+
+def test_output_directory_is_not_shared_by_two_runs() -> None:
+    go(small(steps=2))
+    with pytest.raises(
+        UserError, match="run already holds a run; continue it with --resume, replace it with --overwrite"
+    ):
+        go(small(steps=2))
+    assert go(small(steps=3), overwrite=True).steps == 3
+    assert [p.name for p in checkpoint.checkpoints(Path("run") / runs.CHECKPOINTS)] == ["step-000000003.pt"]
+    with pytest.raises(UserError, match="both given"):
+        go(small(steps=3), overwrite=True, resume=True)
+
+
+def test_foreign_files_are_never_touched() -> None:
+    Path("photos").mkdir()
+    Path("photos/holiday.jpg").write_text("precious")
+    with pytest.raises(UserError, match="not a duel run"):
+        go(small(out="photos"), overwrite=True)
+    go(small(steps=2))
+    Path("run/notes.txt").write_text("mine")
+    go(small(steps=2), overwrite=True)
+    assert Path("run/notes.txt").read_text() == "mine"
+    assert Path("photos/holiday.jpg").read_text() == "precious"
+
+
+def test_resuming_with_other_settings_shows_the_difference() -> None:
+    go(small(steps=2))
+    with pytest.raises(UserError, match=r"(?s)lr: 0.001 -> 0.5.*train in another directory"):
+        go(small(steps=2, lr=0.5), resume=True)
+    with pytest.raises(UserError, match="is not a run directory"):
+        go(small(out="nowhere"), resume=True)
+
+
+def test_a_finished_run_resumes_to_itself() -> None:
+    go(small(steps=4))
+    before = final_state("run")
+    again = go(small(steps=4, log_every=1), resume=True)
+    assert (again.finished, again.steps) == (True, 4)
+    assert_same(before, final_state("run"))
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_last_good_one() -> None:
+    go(small(out="whole"))
+    go(small())
+    newest = Path("run") / runs.CHECKPOINTS / "step-000000008.pt"
+    newest.write_bytes(newest.read_bytes()[:5000])
+    said = io.StringIO()
+    result = go(small(), resume=True, console=Console(file=said, width=200))
+    assert str(newest) in said.getvalue().replace("\n", "")
+    assert "resuming run at step 4" in said.getvalue()
+    assert result.finished
+    assert_same(final_state("whole"), final_state("run"))
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    original = TrainingStep.compute
+
+    def compute(self: TrainingStep) -> None:
+        if self.done + 1 == step:
+            next(iter(self.method.trainable_parameters())).data.fill_(math.nan)
+        original(self)
+
+    monkeypatch.setattr(TrainingStep, "compute", compute)
+
+
+@pytest.mark.parametrize("method", ["simclr", "d-moco"])
+def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, 6)
+    advice = r"at step 6 \(learning rate 0\.00\d+\).*step-000000004\.pt.*--lr .*--warmup .*--clip"
+    with pytest.raises(NonFiniteLoss, match=advice):
+        go(small(method, log_every=100))
+    _, state, problems = checkpoint.load_latest(Path("run") / runs.CHECKPOINTS)
+    assert problems == []
+    assert state["training"]["step"] == 4
+    assert all(torch.isfinite(t).all() for t in state["training"]["method"].values())
+
+
+def test_full_disk_keeps_the_previous_checkpoint_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = torch.save, []
+
+    def full(*args: Any, **options: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(*args, **options)
+
+    monkeypatch.setattr(torch, "save", full)
+    said = io.StringIO()
+    result = go(small(checkpoint_every=2), console=Console(file=said, width=300))
+    assert result.finished
+    assert "step-000000004.pt: No space left on device; the previous checkpoint" in said.getvalue()
+    assert final_state("run")["step"] == 8
+
+
+def test_full_disk_at_the_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match="No space left on device; there is no earlier checkpoint"):
+        go(small(steps=2))
+
+
+def test_a_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = TrainingStep.compute
+
+    def compute(self: TrainingStep) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        original(self)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(TrainingStep, "compute", compute)
+    with pytest.raises(KeyboardInterrupt):
+        go(small())
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_when_one_was_asked_for() -> None:
+    with pytest.raises(UserError, match=r"sees no GPU.*--device cpu"):
+        go(small(device="cuda"))
+    assert not Path("run").exists()
+    with pytest.raises(UserError, match="device must be auto, cpu, cuda"):
+        go(small(device="gpu"))
+
+
+def test_a_run_that_cannot_start_leaves_nothing_behind() -> None:
+    with pytest.raises(UserError, match="batch_size 5000 is larger"):
+        go(small(batch_size=5000, memory_size=5000))
+    with pytest.raises(UserError, match="key_momentum was given, but simclr has no such setting"):
+        go(small(key_momentum=0.9))
+    with pytest.raises(UserError, match="unknown backbone 'resnet81'"):
+        go(small(backbone="resnet81"))
+    assert not Path("run").exists()
+
+
+def test_evaluate_and_export_what_was_trained() -> None:
+    go(small("moco", steps=4, batchnorm_groups=4))
+    trained = load_trained("run")
+    weights = final_state("run")["method"]
+    for name, tensor in trained.encoder.state_dict().items():
+        assert torch.equal(tensor, weights[f"encoder.{name}"])
+    result = evaluate("run", device="cpu", cache=False)
+    saved = json.loads((Path("run") / runs.EVALUATION).read_text())
+    assert saved["probe"] == result["probe"]
+    assert saved["run"]["step"] == 4
+    assert saved["run"]["config"]["bias"] == 27.0
+    done = export("run")
+    assert done.path.exists()
+    for path in (Path("run") / runs.CHECKPOINTS).iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match="no checkpoint yet"):
+        load_trained("run")
+
+
+def test_the_log_goes_on_without_its_files(tmp_path: Path) -> None:
+    said = io.StringIO()
+    out = tmp_path / "log"
+    out.mkdir()
+    with RunLog(out, columns=["loss"], steps=3, tensorboard=False, console=Console(file=said, width=200)) as log:
+        log.log(1, {"loss": 1.0})
+        (out / runs.METRICS).unlink()
+        (out / runs.METRICS).mkdir()  # nobody can append to a folder
+        log.log(2, {"loss": 2.0})
+        log.log(3, {"loss": 3.0})
+    assert said.getvalue().count("training goes on without logs") == 1
+    assert "3.0000" in said.getvalue()
+    with pytest.raises(KeyError, match="lss"):
+        log.log(4, {"lss": 1.0})
