@@ -6,16 +6,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pools import clusters, isotropic, judge, lattice, rounding
 
 import duel
 from duel import scores
 from duel.errors import UserError
 from duel.replacement import dense, expected_duplicates, fused, replace, replace_unchecked
 from duel.replacement.units import exponent, total_units
+from pools import clusters, isotropic, judge, lattice, rounding
 
 SCORES = ["linear", "quadratic", "gaussian", "gaussian:0.1", "exponential"]
 FAST = ["dense", "fused"]
+HIGHEST = fused._highest
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tests; tests/test_gpu.py has the GPU's")
@@ -127,7 +128,7 @@ def test_pruned_simulation_is_exact_on_larger_memories(monkeypatch, kind, score,
 def test_fused_verifies_and_mends(monkeypatch, kind, candidates, score, admit):
     """With few candidates the simulation is wrong and the literal kernel takes over; with enough it is not."""
     monkeypatch.setattr(fused, "WHOLE", 1)
-    monkeypatch.setattr(fused, "CANDIDATES", candidates)
+    monkeypatch.setattr(fused, "_highest", lambda bound, _: HIGHEST(bound, candidates))
     memory, incoming = hostile(kind, 90, 16, 3, torch.float64), hostile(kind, 12, 16, 4, torch.float64)
     want = replace(memory, incoming, score=score, admit=admit, engine="reference")
     got = replace(memory, incoming, score=score, admit=admit, engine="fused")

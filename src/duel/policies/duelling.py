@@ -150,7 +150,7 @@ class AdaptiveDuel(Duel):
 
     @property
     def score(self) -> scores.Score:
-        width, floor, scale = self.ladder[self.rung].unbind()
+        width, floor, scale = self.ladder.index_select(0, self.rung.reshape(1))[0].unbind()
         return scores.Score(self._score.name, self.kind, width=width, floor=floor, scale=scale)
 
     @property

@@ -20,11 +20,14 @@ from duel.scores import Score
 
 #: Up to so many slots everything is simulated and there is nothing to verify.
 WHOLE = 1024
-#: Newcomers at a time, and candidates for them: both bounded by what one program holds in registers.
+#: Newcomers at a time.
 BLOCK = 512
-CANDIDATES = 1024
+#: Newcomers and candidates together in one simulation: what one program holds in registers.
+ITEMS = 1024
 #: A callable cannot run inside the literal kernel, so there everything must be simulated; places take 11 bits of a key.
 WHOLE_LIMIT = 2047
+#: Warps of the simulating program.
+SIMULATION_WARPS = 8
 
 
 def unavailable(memory: Tensor, score: Score) -> str | None:
@@ -74,14 +77,7 @@ class _Launch:
         self.compete = admit == "compete"
         self.one = 2.0**e
         self.kind = kernels.KINDS.get(score.kind, kernels.PLAIN)
-        self.params = self._params()
-
-    def _params(self) -> Tensor:
-        values = [self.score.width, self.score.floor, self.score.scale]
-        make: Any = {"dtype": self.memory.dtype, "device": self.memory.device}
-        # full() is a kernel with a constant, which a captured graph can hold; as_tensor() would copy from the host
-        parts = [v.to(**make).reshape(1) if isinstance(v, Tensor) else torch.full((1,), v, **make) for v in values]
-        return torch.cat(parts)
+        self.curve = _curve(score, memory)
 
     def scored(
         self, cosines: Tensor, *, start: Tensor | None = None, diagonal: bool = False, store: bool = True,
@@ -92,11 +88,13 @@ class _Launch:
             cosines.copy_(to_units(self.score, cosines, self.e))
         rows, count = cosines.shape
         sums = torch.empty(rows, dtype=torch.float64, device=cosines.device)
-        tile = 16
-        self.kernels.score_kernel[((rows + tile - 1) // tile,)](
-            cosines, sums, columns, start, self.params, self.one, rows, count,
+        width = _power(count) if columns is not None else min(256, _power(count))
+        tile = max(1, 4096 // width)
+        tiles = 8 if columns is not None and rows > 65536 else 1
+        self.kernels.score_kernel[(-(-rows // (tile * tiles)),)](
+            cosines, sums, columns, start, self.curve, self.one, rows, count,
             KIND=self.kind, DIAGONAL=diagonal, STORE=store, COLUMN_SUMS=columns is not None,
-            ROWS=tile, COLUMNS=min(256, _power(count)), num_warps=4,
+            ROWS=tile, COLUMNS=width, TILES=tiles, num_warps=4,
         )  # fmt: skip
         return sums
 
@@ -110,68 +108,51 @@ class _Launch:
         bound = self.scored(seen, start=total, columns=arriving)
         whole = size <= (WHOLE_LIMIT if self.kind == self.kernels.PLAIN else WHOLE)
         if whole:
-            candidates = torch.arange(size, device=device)
+            candidates, inside = torch.arange(size, device=device), None
         else:
-            candidates = bound.topk(CANDIDATES, sorted=False).indices.sort().values
+            candidates, inside = _highest(bound, max(ITEMS - count, ITEMS // 4))
         chosen = candidates.shape[0]
         items = torch.cat([self.memory[candidates], self.incoming])
         pairs = items @ items.T
         self.scored(pairs, diagonal=True)
-        start = torch.cat([total[candidates], arriving])
-        position = torch.empty(count, dtype=torch.int64, device=device)
+        slots = torch.empty(count, dtype=torch.int64, device=device)
         evicted = torch.empty(count, dtype=torch.int64, device=device)
         level = torch.empty(count, dtype=torch.float64, device=device)
-        candidate_after = torch.empty(chosen, dtype=torch.float64, device=device)
+        after = torch.empty_like(total)
         self.kernels.simulate_kernel[(1,)](
-            pairs, start, skip, position, evicted, level, candidate_after, chosen, count,
-            COMPETE=self.compete, ITEMS=_power(chosen + count), PLACE_BITS=self.kernels.PLACE_BITS,
+            pairs, torch.cat([total[candidates], arriving]), skip, candidates, slots, evicted, level, after,
+            chosen, count, COMPETE=self.compete, ITEMS=_power(chosen + count), PLACE_BITS=self.kernels.PLACE_BITS,
             num_warps=SIMULATION_WARPS,
         )  # fmt: skip
-        slots = torch.where(position >= 0, candidates[position.clamp(min=0)], -1)
-        if whole:
-            return slots, candidate_after
-        return self._verify(total, seen, items[evicted], slots, level, candidates, candidate_after, skip)
+        if inside is not None:
+            self._verify(total, seen, items[evicted], slots, level, inside, after, skip)
+        return slots, after
 
     def _verify(
-        self, total: Tensor, seen: Tensor, evicted: Tensor, slots: Tensor, level: Tensor,
-        candidates: Tensor, candidate_after: Tensor, skip: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, total: Tensor, seen: Tensor, evicted: Tensor, slots: Tensor, level: Tensor, inside: Tensor,
+        after: Tensor, skip: Tensor,
+    ) -> None:  # fmt: skip
+        """Complete `after`; where the simulation was mistaken, do it all again and overwrite `after` and `slots`."""
         size, count = seen.shape
-        device = seen.device
+        dim, device = self.memory.shape[1], seen.device
         lost = self.memory @ evicted.T
-        inside = torch.zeros(size, dtype=torch.uint8, device=device).index_fill_(0, candidates, 1)
-        after = torch.empty_like(total).index_copy_(0, candidates, candidate_after)
-        first_wrong = torch.full((1,), count, dtype=torch.int32, device=device)
-        taken = torch.where(slots >= 0, slots, size)
+        flags = torch.zeros(2, dtype=torch.int32, device=device)
         tile = max(1, 4096 // _power(count))
-        self.kernels.verify_kernel[((size + tile - 1) // tile,)](
-            seen, lost, total, level, taken, inside, after, first_wrong, self.params, self.one, size, count,
+        self.kernels.verify_kernel[(-(-size // tile),)](
+            seen, lost, total, level, slots, inside, after, flags, self.curve, self.one, size, count,
             KIND=self.kind, COMPETE=self.compete, ROWS=tile, COUNT=_power(count), num_warps=4,
         )  # fmt: skip
-        return self._mend(total, slots, after, first_wrong, skip)
-
-    def _mend(
-        self, total: Tensor, slots: Tensor, after: Tensor, first_wrong: Tensor, skip: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The literal loop over all slots, if `first_wrong` says so."""
-        size, count, dim = self.memory.shape[0], self.incoming.shape[0], self.memory.shape[1]
-        device = self.memory.device
-        parts = min(128, (size + 63) // 64) if self.memory.is_cuda else 1
-        most = _power(parts)
-        whole = total.clone()
-        whole_slots = slots.clone()
+        parts = min(128, -(-size // 64)) if self.memory.is_cuda else 1  # all at once on any GPU, for they wait in turn
+        most, width = _power(parts), _power(dim)
         f64: Any = {"dtype": torch.float64, "device": device}
         i32: Any = {"dtype": torch.int32, "device": device}
-        width = _power(dim)
         self.kernels.literal_kernel[(parts,)](
-            self.memory, self.incoming, whole, torch.arange(size, **i32), torch.empty(size, **f64), skip, whole_slots,
-            first_wrong, torch.empty(2 * most, **f64), torch.empty(2 * most, **i32), torch.empty(2 * most, **i32),
-            torch.empty(2 * most, **f64), torch.zeros(1, **i32), self.params, self.one, size, count, dim,
+            self.memory, self.incoming, total, after, torch.empty(size, **i32), torch.empty(size, **f64), skip, slots,
+            flags, torch.empty(2 * most, **f64), torch.empty(2 * most, **i32), torch.empty(2 * most, **i32),
+            torch.empty(2 * most, **f64), flags[1:], self.curve, self.one, size, count, dim,
             KIND=self.kind, COMPETE=self.compete, PARTS=most, ROWS=max(1, min(64, 8192 // width)), DIM=width,
             num_warps=8,
         )  # fmt: skip
-        mistaken = first_wrong < count
-        return torch.where(mistaken, whole_slots, slots), torch.where(mistaken, whole, after)
 
     def from_scratch(self) -> Tensor:
         """N of every slot, in units."""
@@ -181,8 +162,29 @@ class _Launch:
         return self.scored(self.memory @ self.memory.T, diagonal=True, store=False)
 
 
-#: Warps of the simulating program: a few hundred items are too little work for more.
-SIMULATION_WARPS = 4
+def _highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The places of the `count` largest, in ascending order, and a mask of them. Cheaper than sorting the places."""
+    inside = torch.zeros_like(values, dtype=torch.int32).index_fill_(0, values.topk(count, sorted=False).indices, 1)
+    rank = torch.where(inside > 0, inside.cumsum(0) - 1, count)
+    places = torch.empty(count + 1, dtype=torch.int64, device=values.device)
+    places.scatter_(0, rank, torch.arange(values.shape[0], device=values.device))  # all others land in the last one
+    return places[:count], inside
+
+
+def _curve(score: Score, like: Tensor) -> Tensor:
+    """(width, floor, scale) where the kernels can read them; made once per score where they are plain numbers."""
+    values = [score.width, score.floor, score.scale]
+    make: Any = {"dtype": like.dtype, "device": like.device}
+    if any(isinstance(v, Tensor) for v in values):
+        return torch.stack([torch.as_tensor(v, **make).reshape(()) for v in values])
+    known = score.__dict__.setdefault("_curves", {})
+    curve = known.get((like.dtype, like.device))
+    if curve is None:
+        # full() is a kernel with a constant, which a captured graph can hold; a copy from the host could not be
+        curve = torch.cat([torch.full((1,), float(v), **make) for v in values])
+        if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):  # the graph's memory is the graph's
+            known[like.dtype, like.device] = curve
+    return curve  # type: ignore[no-any-return]
 
 
 def _power(n: int) -> int:

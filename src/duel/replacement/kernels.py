@@ -32,8 +32,8 @@ def _round(x):
 
 
 @triton.jit
-def _units(x, params, one, KIND: tl.constexpr):
-    """cosines -> whole units. params: width, floor, scale in the dtype of x; one: 2^e."""
+def _units(x, curve, one, KIND: tl.constexpr):
+    """cosines -> whole units. curve: width, floor, scale in the dtype of x; one: 2^e."""
     if KIND == 0:
         return x
     else:
@@ -44,9 +44,9 @@ def _units(x, params, one, KIND: tl.constexpr):
             h = (x + 1.0) * 0.5
             h = h * h
         else:
-            width = tl.load(params)
-            floor = tl.load(params + 1)
-            scale = tl.load(params + 2)
+            width = tl.load(curve)
+            floor = tl.load(curve + 1)
+            scale = tl.load(curve + 2)
             far = 1.0 - x
             if KIND == 3:
                 far = far * far
@@ -56,31 +56,39 @@ def _units(x, params, one, KIND: tl.constexpr):
 
 @triton.jit
 def score_kernel(
-    matrix, row_sums, column_sums, start, params, one, rows, columns,
+    matrix, row_sums, column_sums, start, curve, one, rows, columns,
     KIND: tl.constexpr, DIAGONAL: tl.constexpr, STORE: tl.constexpr, COLUMN_SUMS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """cosines (rows, columns) -> units in place, with row sums (+ `start`) and column sums in float64."""
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    row_ok = r < rows
-    total = tl.zeros((ROWS,), dtype=tl.float64)
-    if start is not None:
-        total += tl.load(start + r, mask=row_ok, other=0.0)
-    for first in range(0, columns, COLUMNS):
-        c = first + tl.arange(0, COLUMNS)
-        at = matrix + r[:, None] * columns + c[None, :]
-        ok = row_ok[:, None] & (c < columns)[None, :]
-        h = _units(tl.load(at, mask=ok, other=-1.0), params, one, KIND)
-        if DIAGONAL:
-            h = tl.where(r[:, None] == c[None, :], 0.0, h)
-        h = tl.where(ok, h, 0.0)
-        if STORE:
-            tl.store(at, h, mask=ok)
-        wide = h.to(tl.float64)
-        total += tl.sum(wide, axis=1)
-        if COLUMN_SUMS:
-            tl.atomic_add(column_sums + c, tl.sum(wide, axis=0), mask=c < columns, sem="relaxed")
-    tl.store(row_sums + r, total, mask=row_ok)
+    """cosines (rows, columns) -> units in place, with row sums (+ `start`) and column sums in float64.
+
+    Column sums need COLUMNS >= columns: a program adds its TILES tiles of rows up before it meets the others.
+    """
+    down = tl.zeros((COLUMNS,), dtype=tl.float64)
+    for tile in range(0, TILES):
+        r = (tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        row_ok = r < rows
+        total = tl.zeros((ROWS,), dtype=tl.float64)
+        if start is not None:
+            total += tl.load(start + r, mask=row_ok, other=0.0)
+        for first in range(0, columns, COLUMNS):
+            c = first + tl.arange(0, COLUMNS)
+            at = matrix + r[:, None] * columns + c[None, :]
+            ok = row_ok[:, None] & (c < columns)[None, :]
+            h = _units(tl.load(at, mask=ok, other=-1.0), curve, one, KIND)
+            if DIAGONAL:
+                h = tl.where(r[:, None] == c[None, :], 0.0, h)
+            h = tl.where(ok, h, 0.0)
+            if STORE:
+                tl.store(at, h, mask=ok)
+            wide = h.to(tl.float64)
+            total += tl.sum(wide, axis=1)
+            if COLUMN_SUMS:
+                down += tl.sum(wide, axis=0)
+        tl.store(row_sums + r, total, mask=row_ok)
+    if COLUMN_SUMS:
+        c = tl.arange(0, COLUMNS)
+        tl.atomic_add(column_sums + c, down, mask=c < columns, sem="relaxed")
 
 
 @triton.jit
@@ -92,13 +100,14 @@ def _higher(key, item, other_key, other_item):
 
 @triton.jit
 def simulate_kernel(
-    h, start, skip, position, evicted, level, after, candidates, count,
+    h, start, skip, slot_of, slots, evicted, level, after, candidates, count,
     COMPETE: tl.constexpr, ITEMS: tl.constexpr, PLACE_BITS: tl.constexpr,
 ):  # fmt: skip
     """The policy on `candidates` residents and `count` newcomers, one program. See `dense.Batch` for the idea.
 
-    h: (n, n) units with a zero diagonal, n = candidates + count; start (n,): N of each item against the memory.
-    Out, per newcomer: position (-1 = turned away), evicted item, its N when it left; per candidate's place: N after.
+    h: (n, n) units with a zero diagonal, n = candidates + count; start (n,): N of each item against the memory;
+    slot_of (candidates,): the slot of each place, in ascending order.
+    Out, per newcomer: its slot (-1 = turned away), the item that left, its N then; per slot of a candidate: N after.
     An item's key is its N followed by its place counted from the end, so the largest key is the largest N at the
     lowest slot. A newcomer that competes has the last place: it loses ties.
     """
@@ -130,33 +139,36 @@ def simulate_kernel(
         n += row - other
         place = tl.where(item == me, taken, place)
         place = tl.where(item == gone, -1, place)
-        tl.store(position + b, tl.where(turned_away, -1, taken))
+        slot = tl.load(slot_of + tl.minimum(taken, candidates - 1))
+        tl.store(slots + b, tl.where(turned_away, -1, slot))
         tl.store(evicted + b, gone)
         # a newcomer that takes no part can have no rival
         tl.store(level + b, tl.where(left_out, float("inf"), (best >> PLACE_BITS).to(tl.float64)))
         row = following.to(tl.int64)
-    tl.store(after + place, n.to(tl.float64), mask=ok & (place >= 0))
+    alive = ok & (place >= 0)
+    slot = tl.load(slot_of + place, mask=alive, other=0)
+    tl.store(after + slot, n.to(tl.float64), mask=alive)
 
 
 @triton.jit
 def verify_kernel(
-    seen, lost, total, level, taken, is_candidate, after, first_wrong, params, one, rows, count,
+    seen, lost, total, level, slots, is_candidate, after, mistake, curve, one, rows, count,
     KIND: tl.constexpr, COMPETE: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """N of every slot before each newcomer, against what the simulation evicted; and N after the batch.
 
-    seen: units (rows, count) against the newcomers; lost: cosines (KIND) with the evicted items; taken (count,): the
-    slot a newcomer took, or `rows` where it was turned away. first_wrong: the earliest newcomer that a slot outside the
-    simulation should have made room for.
+    seen: units (rows, count) against the newcomers; lost: cosines (KIND) with the evicted items; slots (count,) as the
+    simulation has them. mistake: set where a slot outside the simulation should have made room for a newcomer.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     b = tl.arange(0, COUNT)
     ok = (r < rows)[:, None] & (b < count)[None, :]
     at = r[:, None] * count + b[None, :]
     gain = tl.load(seen + at, mask=ok, other=0.0)
-    loss = _units(tl.load(lost + at, mask=ok, other=-1.0), params, one, KIND)
-    admitted = tl.load(taken + b, mask=b < count, other=0)
-    change = tl.where(ok & (admitted < rows)[None, :], gain.to(tl.float64) - loss.to(tl.float64), 0.0)
+    loss = _units(tl.load(lost + at, mask=ok, other=-1.0), curve, one, KIND)
+    slot = tl.load(slots + b, mask=b < count, other=-1)
+    taken = tl.where(slot >= 0, slot, rows)  # a newcomer that stays out counts as slot K
+    change = tl.where(ok & (slot >= 0)[None, :], gain.to(tl.float64) - loss.to(tl.float64), 0.0)
     start = tl.load(total + r, mask=r < rows, other=0.0)
     upto = tl.cumsum(change, axis=1)
     before = start[:, None] + upto - change
@@ -164,11 +176,10 @@ def verify_kernel(
         before += gain.to(tl.float64)
     bar = tl.load(level + b, mask=b < count, other=float("inf"))[None, :]
     inside = tl.load(is_candidate + r, mask=r < rows, other=1) != 0
-    wrong = (before > bar) | ((before == bar) & (r[:, None] < admitted[None, :]))
+    wrong = (before > bar) | ((before == bar) & (r[:, None] < taken[None, :]))
     wrong = wrong & ok & (inside == 0)[:, None]
-    first = tl.min(tl.min(tl.where(wrong, b[None, :], COUNT), axis=1), axis=0)
-    if first < count:
-        tl.atomic_min(first_wrong, first)
+    if tl.max(tl.max(wrong.to(tl.int32), axis=1), axis=0) > 0:
+        tl.store(mistake, 1)
     tl.store(after + r, start + tl.sum(change, axis=1), mask=(r < rows) & (inside == 0))
 
 
@@ -180,16 +191,16 @@ def _best(n, slot, source, other_n, other_slot, other_source):
 
 @triton.jit
 def literal_kernel(
-    memory, incoming, n, source, gained, skip, slots, first_wrong, part_n, part_slot, part_source, part_sum, arrived,
-    params, one, rows, count, dim,
+    memory, incoming, total_before, n, source, gained, skip, slots, mistake, part_n, part_slot, part_source, part_sum,
+    arrived, curve, one, rows, count, dim,
     KIND: tl.constexpr, COMPETE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """The whole batch on all slots, newcomer after newcomer: what runs when verification found a mistake.
 
-    Each of the PARTS programs owns a range of slots; they meet once per newcomer. n (rows,) holds N on entry and on
-    exit; source (rows,): which row of memory, or rows + b, a slot holds. Returns at once when there was no mistake.
+    Each of the PARTS programs owns a range of slots; they meet once per newcomer. n (rows,) and slots (count,) are
+    written only if there was a mistake; source (rows,): which row of memory, or rows + b, a slot holds.
     """
-    if tl.load(first_wrong) < count:
+    if tl.load(mistake) > 0:
         me = tl.program_id(0)
         parts = tl.num_programs(0)
         share = tl.cdiv(tl.cdiv(rows, parts), ROWS) * ROWS
@@ -197,6 +208,11 @@ def literal_kernel(
         end = tl.minimum(begin + share, rows)
         d = tl.arange(0, DIM)
         p = tl.arange(0, PARTS)
+        for first in range(begin, end, ROWS):
+            r = first + tl.arange(0, ROWS)
+            tl.store(n + r, tl.load(total_before + r, mask=r < end, other=0.0), mask=r < end)
+            tl.store(source + r, r, mask=r < end)
+        tl.debug_barrier()
         for b in range(0, count):
             parity = (b % 2) * PARTS
             newcomer = tl.load(incoming + b * dim + d, mask=d < dim, other=0.0)
@@ -214,7 +230,7 @@ def literal_kernel(
                 live = ok[:, None] & (d < dim)[None, :]
                 z = tl.load(memory + z_at, mask=live & old[:, None], other=0.0)
                 z += tl.load(incoming + x_at, mask=live & (old == 0)[:, None], other=0.0)
-                g = tl.where(ok, _units(tl.sum(z * newcomer[None, :], axis=1), params, one, KIND), 0.0).to(tl.float64)
+                g = tl.where(ok, _units(tl.sum(z * newcomer[None, :], axis=1), curve, one, KIND), 0.0).to(tl.float64)
                 tl.store(gained + r, g, mask=ok)
                 total += tl.sum(g, axis=0)
                 value = tl.load(n + r, mask=ok, other=-1.0)
@@ -261,7 +277,7 @@ def literal_kernel(
                     live = ok[:, None] & (d < dim)[None, :]
                     z = tl.load(memory + z_at, mask=live & old[:, None], other=0.0)
                     z += tl.load(incoming + x_at, mask=live & (old == 0)[:, None], other=0.0)
-                    loss = _units(tl.sum(z * gone[None, :], axis=1), params, one, KIND).to(tl.float64)
+                    loss = _units(tl.sum(z * gone[None, :], axis=1), curve, one, KIND).to(tl.float64)
                     g = tl.load(gained + r, mask=ok, other=0.0)
                     value = tl.load(n + r, mask=ok, other=0.0) + g - loss
                     value = tl.where(r == slot, total - g, value)

@@ -1,8 +1,8 @@
 """Expected duplicates in whole units, so that sums are exact.
 
 N(j) = Σ_{i≠j} h(z_i · z_j) decides who leaves, and differences in the last bit decide ties. Each h is therefore rounded
-to a multiple of 2^-e with e <= 40 and K · 2^e < 2^52: all sums of them are then exact in float64, in whatever order they are taken.
-A carried N never drifts by summation, exact duplicates tie exactly, and engines that see the same cosines agree bit for
+to a multiple of 2^-e with e <= 40 and K · 2^e < 2^52: all sums of them are then exact in float64, in whatever order. A
+carried N never drifts by summation, exact duplicates tie exactly, and engines that see the same cosines agree bit for
 bit. e is 40 up to 4,095 slots and 31 for a million. Below, "units" are h · 2^e.
 """
 

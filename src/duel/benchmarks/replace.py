@@ -1,0 +1,114 @@
+"""Replacement: the paper's loop against the library's engines and a FIFO queue, over sizes and scores.
+
+Every row also says whether the fast engine chose the victims that the slow one did, in the same run. For memories where
+the literal loop would take hours the oracle is the same exact algorithm without pruning, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from duel.benchmarks.timing import milliseconds
+from duel.memory import WorkingMemory
+from duel.policies import Duel
+from duel.replacement import expected_duplicates, replace_unchecked
+from duel.scores import get
+
+#: The literal loop is run, and timed, up to so many slots.
+LITERAL = 4096
+SIZES = {
+    "cpu": ((2048, 256, 256), (16384, 256, 128)),
+    "cuda": ((2048, 256, 256), (65536, 256, 128), (1 << 20, 256, 128)),
+}
+SCORES = ("linear", "quadratic", "gaussian", "gaussian:0.1", "exponential")
+DATA = ("isotropic", "clusters")
+
+
+def pool(data: str, n: int, dim: int, device: torch.device, seed: int) -> Tensor:
+    """n unit rows: isotropic, or ten clusters of which one is 27 times as frequent as each other."""
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = torch.randn(n, dim, generator=generator, device=device)
+    if data == "clusters":
+        centres = normalize(torch.randn(10, dim, generator=generator, device=device), dim=1)
+        weights = torch.ones(10, device=device)
+        weights[0] = 27
+        labels = torch.multinomial(weights, n, replacement=True, generator=generator)
+        rows = centres[labels] + 0.5 * rows / dim**0.5
+    return normalize(rows, dim=1)
+
+
+def benchmark(
+    *,
+    device: torch.device,
+    sizes: Sequence[tuple[int, int, int]] | None = None,
+    scores: Sequence[str] = SCORES,
+    data: Sequence[str] = DATA,
+    admit: str = "always",
+    repeats: int = 20,
+    seed: int = 0,
+    report: Any = lambda row: None,
+) -> list[dict[str, Any]]:
+    """One row per size, score and data; `report` is called with each as soon as it is there."""
+    rows = []
+    for size, count, dim in sizes or SIZES[device.type]:
+        for kind in data:
+            memory = pool(kind, size + 8 * count, dim, device, seed)
+            incoming, memory = memory[size:].reshape(8, count, dim), memory[:size]
+            fifo = _update_time(memory, incoming, "fifo", repeats)
+            for score in scores:
+                row = {"size": size, "batch": count, "dim": dim, "data": kind, "score": score, "admit": admit}
+                try:
+                    row |= _row(memory, incoming, score, admit, repeats) | {"fifo_update_ms": fifo}
+                except Exception as error:  # one configuration must not lose the others
+                    row |= {"error": f"{type(error).__name__}: {error}"}
+                rows.append(row)
+                report(row)
+    return rows
+
+
+def _row(memory: Tensor, incoming: Tensor, score: str, admit: str, repeats: int) -> dict[str, Any]:
+    device, size, h = memory.device, memory.shape[0], get(score)
+    carried = expected_duplicates(memory, h)
+    row: dict[str, Any] = {}
+
+    def engine(name: str, duplicates: Tensor | None = None) -> Any:
+        return lambda: replace_unchecked(memory, incoming[0], h, admit, duplicates, name)
+
+    if size <= LITERAL:
+        want = engine("reference")()
+        row["reference_ms"] = milliseconds(engine("reference"), device, repeats=1, graph=False)
+    else:
+        wide = memory.double()
+        want = replace_unchecked(wide, incoming[0].double(), h, admit, expected_duplicates(wide, h), "dense")
+    got = engine("auto", carried)()
+    row["same_victims"] = int((got.slots == want.slots).long().cumprod(0).sum())
+    row["largest_error_in_n"] = float((got.duplicates - want.duplicates).abs().max())
+    if size <= 65536:
+        row["scratch_ms"] = milliseconds(engine("auto"), device, repeats=repeats)
+    if device.type == "cuda" and size <= 65536:
+        row["dense_scratch_ms"] = milliseconds(engine("dense"), device, repeats=3)
+    row["carried_ms"] = milliseconds(engine("auto", carried), device, repeats=repeats)
+    row["update_ms"] = _update_time(memory, incoming, Duel(score, admit=admit), repeats)
+    if "reference_ms" in row:
+        row["update_speedup"] = row["reference_ms"] / row["update_ms"]
+        row["scratch_speedup"] = row["reference_ms"] / row["scratch_ms"]
+    return row
+
+
+def _update_time(memory: Tensor, incoming: Tensor, policy: Any, repeats: int) -> float:
+    """`WorkingMemory.update` of a full memory, a new batch each time."""
+    held = WorkingMemory(memory.shape[0], memory.shape[1], policy).to(memory.device)
+    held.update(memory)
+    held.update(incoming[-1])  # counts N once
+    turn = torch.zeros(1, dtype=torch.int64, device=memory.device)  # on the device, so that replays move on too
+
+    def step() -> None:
+        held.update(incoming.index_select(0, turn)[0])
+        turn.add_(1).remainder_(incoming.shape[0])
+
+    return milliseconds(step, memory.device, repeats=repeats)

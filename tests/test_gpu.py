@@ -1,0 +1,139 @@
+"""What only a GPU can show: the fused engine on real hardware, captured graphs, no synchronisation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from duel import WorkingMemory
+from duel.errors import UserError
+from duel.policies import AdaptiveDuel, Duel, Fifo, MinRed, Random, Reservoir
+from duel.replacement import fused, replace
+from pools import clusters, isotropic, judge, lattice, rounding
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+SCORES = ["linear", "quadratic", "gaussian", "gaussian:0.1", "exponential"]
+
+
+def pool(kind, n, d, seed, dtype):
+    if kind == "lattice":
+        return lattice(n, d, seed, dtype).cuda()
+    return (isotropic(n, d, seed, dtype) if kind == "isotropic" else clusters(n, d, seed)[0].to(dtype)).cuda()
+
+
+@pytest.mark.parametrize("admit", ["always", "compete"])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("kind", ["isotropic", "clusters", "lattice"])
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+@pytest.mark.parametrize(("size", "count"), [(1, 3), (1500, 256), (700, 900)])
+def test_same_victims(engine, kind, score, admit, size, count):
+    memory, incoming = (pool(kind, n, 32, seed, torch.float64) for n, seed in ((size, 0), (count, 1)))
+    want = replace(memory.cpu(), incoming.cpu(), score=score, admit=admit, engine="dense")
+    got = replace(memory, incoming, score=score, admit=admit, engine=engine)
+    assert got.slots.tolist() == want.slots.tolist()
+    assert (got.duplicates.cpu() - want.duplicates).abs().max() <= rounding(memory, score)
+
+
+@pytest.mark.parametrize("admit", ["always", "compete"])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["isotropic", "clusters"])
+def test_narrow_dtypes_err_by_no_more_than_their_rounding(kind, dtype, score, admit):
+    memory, incoming = (pool(kind, n, 32, seed, dtype) for n, seed in ((1300, 0), (100, 1)))
+    got = replace(memory, incoming, score=score, admit=admit, engine="fused")
+    error, drift = judge(memory.cpu(), incoming.cpu(), got, score, admit)
+    assert error <= 2 * rounding(memory, score)
+    assert drift <= 2 * rounding(memory, score)
+
+
+@pytest.mark.parametrize("admit", ["always", "compete"])
+@pytest.mark.parametrize("score", ["linear", "gaussian:0.1"])
+@pytest.mark.parametrize("kind", ["isotropic", "lattice"])
+def test_mistakes_are_mended_by_many_programs(monkeypatch, kind, score, admit):
+    monkeypatch.setattr(fused, "WHOLE", 1)
+    highest = fused._highest
+    monkeypatch.setattr(fused, "_highest", lambda bound, _: highest(bound, 16))
+    memory, incoming = (pool(kind, n, 32, seed, torch.float64) for n, seed in ((9000, 0), (128, 1)))
+    want = replace(memory.cpu(), incoming.cpu(), score=score, admit=admit, engine="dense")
+    got = replace(memory, incoming, score=score, admit=admit, engine="fused")
+    assert got.slots.tolist() == want.slots.tolist()
+    assert (got.duplicates.cpu() - want.duplicates).abs().max() <= rounding(memory, score)
+
+
+POLICIES = {
+    "fifo": Fifo,
+    "random": Random,
+    "reservoir": Reservoir,
+    "minred": MinRed,
+    "duel": lambda: Duel("gaussian:0.1"),
+    "compete": lambda: Duel("exponential", admit="compete"),
+    "at_once": lambda: Duel("gaussian:0.1", at_once=True),
+    "ageing": lambda: Duel("gaussian:0.1", max_age=5),
+    "adaptive": lambda: AdaptiveDuel(every=3),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_captured_update_gives_the_eager_result_without_synchronising(name):
+    """The same batches eagerly and as graph replays: bit for bit."""
+    batches = torch.stack([normalize(torch.randn(64, 32), dim=1) for _ in range(24)]).cuda()
+    memories = []
+    for captured in (False, True):
+        memory = WorkingMemory(
+            1500 if name != "minred" else 300, 32, POLICIES[name](), {"id": ((), torch.int64)}
+        ).cuda()
+        torch.manual_seed(0)
+        start = normalize(torch.randn(memory.size, 32), dim=1).cuda()
+        memory.update(start, id=torch.arange(memory.size, device="cuda"))
+        batch, ids = batches[0].clone(), torch.zeros(64, dtype=torch.int64, device="cuda")
+
+        def step(memory=memory, batch=batch, ids=ids):
+            memory.update(batch, id=ids)
+            memory.refresh(memory.stalest(16), batch[:16])
+
+        graph = None
+        for i, current in enumerate(batches):
+            batch.copy_(current)
+            ids.fill_(i)
+            if captured and i == 3:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    step()
+            if graph is not None:
+                graph.replay()
+            elif i == 1:
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    step()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            else:
+                step()
+            memory.learn()
+        memories.append(memory)
+    eager, replayed = memories
+    assert torch.equal(eager["id"], replayed["id"])
+    assert torch.equal(eager.embeddings, replayed.embeddings)
+    assert torch.equal(eager.age, replayed.age)
+    assert torch.equal(eager.expected_duplicates(), replayed.expected_duplicates())
+
+
+def test_bad_rows_are_turned_away_on_the_device_and_reported_later():
+    memory = WorkingMemory(100, 16, Duel("gaussian")).cuda()
+    memory.update(normalize(torch.randn(100, 16), dim=1).cuda())
+    before = memory.embeddings.clone()
+    bad = torch.stack([torch.full((16,), float("nan")), torch.full((16,), float("inf")), torch.ones(16)]).cuda()
+    assert memory.update(bad).tolist() == [-1, -1, -1]
+    assert torch.equal(memory.embeddings, before)
+    with pytest.raises(UserError, match="3 embeddings"):
+        memory.state_dict()
+
+
+def test_filling_skips_bad_rows():
+    memory = WorkingMemory(10, 4, "duel").cuda()
+    rows = normalize(torch.randn(6, 4), dim=1).cuda()
+    rows[2] = float("nan")
+    assert memory.update(rows).tolist() == [0, 1, -1, 2, 3, 4]
+    assert len(memory) == 5
+    assert torch.isfinite(memory.embeddings).all()
