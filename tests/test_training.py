@@ -17,6 +17,8 @@ from rich.console import Console
 from duel import checkpoint, recipes, runs
 from duel.config import TrainConfig
 from duel.errors import UserError
+from duel.inputs import Inputs
+from duel.machine import build_fabric
 from duel.runlog import RunLog, read_metrics
 from duel.step import TrainingStep
 from duel.trained import evaluate, export, load_trained
@@ -196,7 +198,7 @@ def test_foreign_files_are_never_touched() -> None:
 
 def test_resuming_with_other_settings_shows_the_difference() -> None:
     go(small(steps=2))
-    with pytest.raises(UserError, match=r"(?s)lr: 0.001 -> 0.5.*train in another directory"):
+    with pytest.raises(UserError, match=r"(?s)lr: 0.003 -> 0.5.*train in another directory"):
         go(small(steps=2, lr=0.5), resume=True)
     with pytest.raises(UserError, match="is not a run directory"):
         go(small(out="nowhere"), resume=True)
@@ -294,6 +296,25 @@ def test_no_gpu_when_one_was_asked_for() -> None:
     assert not Path("run").exists()
     with pytest.raises(UserError, match="device must be auto, cpu, cuda"):
         go(small(device="gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_step_never_waits_for_the_device(case: str) -> None:
+    config = dataclasses.replace(CASES[case], device="cuda", steps=100)
+    fabric = build_fabric(config)
+    step = TrainingStep(config, Inputs.load(config, fabric.device, test=False), fabric=fabric)
+    step.fill_memory()
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert step.read_loss()[1] is None
 
 
 def test_a_run_that_cannot_start_leaves_nothing_behind() -> None:

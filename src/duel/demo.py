@@ -41,7 +41,9 @@ class Row:
 
 def configs(*, out: Path, steps: int, bias: float, seed: int) -> dict[str, TrainConfig]:
     """Three runs that differ in the stream's bias and in who leaves the memory, and in nothing else."""
-    base = dataclasses.replace(recipes.demo(), source="memory", steps=steps, seed=seed)
+    recipe = recipes.demo()
+    # Half the slots re-encoded per step: an embedding from an older encoder looks distinct merely by its age.
+    base = dataclasses.replace(recipe, source="memory", refresh=recipe.memory_size // 2, steps=steps, seed=seed)
     kinds = {
         "balanced": ("balanced stream", 1.0, "fifo"),
         "fifo": (f"×{bias:g}, FIFO memory", bias, "fifo"),
@@ -61,9 +63,11 @@ def demo(
     folder = Path(out)
     _check_folder(folder)
     console.print(
-        f"Handwritten digits, 8×8 pixels, no labels. In the stream one digit is {bias:g} times as frequent as each "
-        "other;\nthe network trains on what a memory of 256 images holds. Which images should the memory forget?",
+        f"Handwritten digits, 8×8 pixels, no labels; zeros {bias:g} times as frequent as other digits.\n"
+        "A network learns from what a memory of 256 images holds while the stream passes by.\n"
+        "Which images should the memory forget: the oldest, or the most duplicated?",
         highlight=False,
+        soft_wrap=True,
     )
     rows = []
     for name, config in configs(out=folder, steps=steps, bias=bias, seed=seed).items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import warnings
 from typing import TYPE_CHECKING
 
@@ -39,10 +41,9 @@ def resolve_device(name: str) -> torch.device:
 def build_fabric(config: TrainConfig) -> Fabric:
     """One device, and bf16 with float32 weights on a GPU unless the config says otherwise."""
     device = resolve_device(config.device)
-    try:
-        from lightning.fabric import Fabric
-    except ImportError as error:
-        raise UserError("training needs more packages: pip install 'duel-ssl[train]'") from error
+    Fabric = _fabric_class()
+    for name in ("lightning.fabric", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # it announces the precision and praises tensor cores
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
@@ -53,3 +54,14 @@ def build_fabric(config: TrainConfig) -> Fabric:
             devices=1 if device.index is None else [device.index],
             precision="bf16-mixed" if precision == "bf16" else "32-true",
         )
+
+
+def _fabric_class() -> type[Fabric]:
+    """Fabric is in the package lightning and, under another name, in pytorch-lightning; either will do."""
+    for package in ("lightning.fabric", "lightning_fabric"):
+        try:
+            found: type[Fabric] = importlib.import_module(package).Fabric
+            return found
+        except ImportError:
+            continue
+    raise UserError("training needs more packages: pip install 'duel-ssl[train]'")

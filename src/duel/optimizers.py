@@ -97,11 +97,12 @@ def build_optimizer(
     `lr` is kept as the very tensor given: writing into it changes the rate of the next step. The fused forms read it
     on the device; the others would copy it to the host.
     """
+    capturable = lr.device.type == "cuda"  # Adam counts its steps on the device; torch refuses this on the CPU
     match name:
         case "adam":
-            return torch.optim.Adam(groups, lr=lr, fused=True)
+            return torch.optim.Adam(groups, lr=lr, fused=True, capturable=capturable)
         case "adamw":
-            return torch.optim.AdamW(groups, lr=lr, fused=True)
+            return torch.optim.AdamW(groups, lr=lr, fused=True, capturable=capturable)
         case "sgd":
             return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
         case "lars":

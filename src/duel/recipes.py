@@ -88,17 +88,17 @@ def paper(method: MethodName = "d-moco", data: str = "cifar10", *, batch_size: i
 
 def demo(method: MethodName = "simclr", data: str = "digits", *, batch_size: int = 128) -> TrainConfig:
     """Seconds on a CPU: 8×8 digits, a small convnet, 200 steps; a memory of 256 images where one is used."""
-    settings: dict[str, Any] = {"temperature": 0.2} if method.removeprefix("d-") in ("moco", "simclr") else {}
+    settings: dict[str, Any] = {"temperature": 0.3} if method.removeprefix("d-") in ("moco", "simclr") else {}
     return TrainConfig(
         recipe="demo",
         method=method,
         data=data,
         batch_size=batch_size,
         backbone="convnet",
-        projection="mlp",
-        dim=64,
+        projection="linear",
+        dim=128,
         optimizer="adam",
-        lr=1e-3,
+        lr=3e-3,
         weight_decay=0.0,
         steps=200,
         augment="digits" if data == "digits" else "standard",

@@ -56,7 +56,7 @@ class TrainingStep:
         self.clean = Augment("none", mean=mean, std=std, image_size=image_shape[-1]).to(device)
         self.memory = build_memory(config, image_shape, device)
         self.method = build_method(config, build_encoder(config, image_shape), self.memory)
-        self.method.to(device=device, memory_format=self.layout)
+        self.method.to(device).to(memory_format=self.layout)
         self.schedule = Schedule(
             peak=config.lr, steps=self.steps, warmup=config.warmup, end=config.lr_end, device=device
         )
