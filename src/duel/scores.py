@@ -63,7 +63,9 @@ class Score:
         x = x.neg_().add_(1.0)
         if self.kind == "gaussian":
             x = x.square_()
-        return x.mul_(self.width).exp_().sub_(self.floor).mul_(self.scale)
+        h = x.mul_(self.width).exp_().sub_(self.floor).mul_(self.scale)
+        # near -1 the rounding of exp can leave a little less than the floor; where that is nothing, save the pass
+        return h.clamp_(min=0.0) if isinstance(self.floor, Tensor) or self.floor > 1e-14 else h
 
     def __repr__(self) -> str:
         return self.name

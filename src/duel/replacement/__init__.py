@@ -83,9 +83,12 @@ def replace_unchecked(
 
 def expected_duplicates(memory: Tensor, score: Any = "linear") -> Tensor:
     """N(j) = Σ_{i≠j} h(z_i · z_j) of every row of memory (K, d): float64 (K,). Eq. 5 of the paper."""
+    from duel.replacement import fused
+
+    h, rows, e = scores.get(score), memory.to(compute_dtype(memory)), exponent(memory.shape[0])
+    total = fused.total_fused if memory.is_cuda and not fused.unavailable(memory, h) else total_units
     with torch.no_grad(), exact_products(memory.device):
-        e = exponent(memory.shape[0])
-        return total_units(scores.get(score), memory.to(compute_dtype(memory)), e) * 2.0**-e
+        return total(h, rows, e) * 2.0**-e
 
 
 def check_names(admit: str, engine: str) -> None:

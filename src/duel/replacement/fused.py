@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duel.replacement.units import SHORTCUT, to_units, total_units
+from duel.replacement.units import CHUNK_ELEMENTS, SHORTCUT, to_units, total_units
 from duel.scores import Score
 
 #: Up to so many slots everything is simulated and there is nothing to verify.
@@ -81,9 +81,12 @@ class _Launch:
 
     def scored(
         self, cosines: Tensor, *, start: Tensor | None = None, diagonal: bool = False, store: bool = True,
-        columns: Tensor | None = None,
+        columns: Tensor | None = None, shift: int = 0, offset: int = 0,
     ) -> Tensor:  # fmt: skip
-        """cosines -> units in place; returns the row sums and adds the column sums to `columns`."""
+        """cosines -> units · 2^shift in place; returns the row sums and adds the column sums to `columns`, in units.
+
+        offset: the column that meets the first row on the diagonal.
+        """
         if self.kind == self.kernels.PLAIN:
             cosines.copy_(to_units(self.score, cosines, self.e))
         rows, count = cosines.shape
@@ -92,9 +95,9 @@ class _Launch:
         tile = max(1, 4096 // width)
         tiles = 8 if columns is not None and rows > 65536 else 1
         self.kernels.score_kernel[(-(-rows // (tile * tiles)),)](
-            cosines, sums, columns, start, self.curve, self.one, rows, count,
+            cosines, sums, columns, start, self.curve, self.one, rows, count, offset,
             KIND=self.kind, DIAGONAL=diagonal, STORE=store, COLUMN_SUMS=columns is not None,
-            ROWS=tile, COLUMNS=width, TILES=tiles, num_warps=4,
+            ROWS=tile, COLUMNS=width, TILES=tiles, SHIFT=2.0**shift, num_warps=4,
         )  # fmt: skip
         return sums
 
@@ -114,52 +117,70 @@ class _Launch:
         chosen = candidates.shape[0]
         items = torch.cat([self.memory[candidates], self.incoming])
         pairs = items @ items.T
-        self.scored(pairs, diagonal=True)
+        self.scored(pairs, diagonal=True, shift=self.kernels.PLACE_BITS)
         slots = torch.empty(count, dtype=torch.int64, device=device)
         evicted = torch.empty(count, dtype=torch.int64, device=device)
         level = torch.empty(count, dtype=torch.float64, device=device)
         after = torch.empty_like(total)
-        self.kernels.simulate_kernel[(1,)](
-            pairs, torch.cat([total[candidates], arriving]), skip, candidates, slots, evicted, level, after,
-            chosen, count, COMPETE=self.compete, ITEMS=_power(chosen + count), PLACE_BITS=self.kernels.PLACE_BITS,
-            num_warps=SIMULATION_WARPS,
-        )  # fmt: skip
-        if inside is not None:
-            self._verify(total, seen, items[evicted], slots, level, inside, after, skip)
-        return slots, after
+        source = torch.empty(0 if whole else size, dtype=torch.int32, device=device)
+        first_wrong = torch.full((1,), count, dtype=torch.int32, device=device)
+        start = torch.cat([total[candidates], arriving])
 
-    def _verify(
-        self, total: Tensor, seen: Tensor, evicted: Tensor, slots: Tensor, level: Tensor, inside: Tensor,
-        after: Tensor, skip: Tensor,
-    ) -> None:  # fmt: skip
-        """Complete `after`; where the simulation was mistaken, do it all again and overwrite `after` and `slots`."""
-        size, count = seen.shape
-        dim, device = self.memory.shape[1], seen.device
-        lost = self.memory @ evicted.T
-        flags = torch.zeros(2, dtype=torch.int32, device=device)
+        def simulate(again: bool) -> None:
+            self.kernels.simulate_kernel[(1,)](
+                pairs, start, skip, candidates, slots, evicted, level, after, source, first_wrong, chosen, count, size,
+                COMPETE=self.compete, AGAIN=again, ITEMS=_power(chosen + count), PLACE_BITS=self.kernels.PLACE_BITS,
+                num_warps=SIMULATION_WARPS,
+            )  # fmt: skip
+
+        simulate(again=False)
+        if inside is None:
+            return slots, after
+        lost = self.memory @ items[evicted].T
         tile = max(1, 4096 // _power(count))
         self.kernels.verify_kernel[(-(-size // tile),)](
-            seen, lost, total, level, slots, inside, after, flags, self.curve, self.one, size, count,
+            seen, lost, total, level, slots, inside, after, first_wrong, self.curve, self.one, size, count,
             KIND=self.kind, COMPETE=self.compete, ROWS=tile, COUNT=_power(count), num_warps=4,
         )  # fmt: skip
+        # these two return at once unless a mistake was found
+        simulate(again=True)
+        self._go_on(seen, lost, total, inside, after, source, skip, slots, first_wrong)
+        return slots, after
+
+    def _go_on(
+        self, seen: Tensor, lost: Tensor, total: Tensor, inside: Tensor, after: Tensor, source: Tensor, skip: Tensor,
+        slots: Tensor, first_wrong: Tensor,
+    ) -> None:  # fmt: skip
+        """The literal loop from the first mistake, if there was one, over `after` and `slots`."""
+        (size, count), dim, device = seen.shape, self.memory.shape[1], seen.device
         parts = min(128, -(-size // 64)) if self.memory.is_cuda else 1  # all at once on any GPU, for they wait in turn
         most, width = _power(parts), _power(dim)
         f64: Any = {"dtype": torch.float64, "device": device}
         i32: Any = {"dtype": torch.int32, "device": device}
         self.kernels.literal_kernel[(parts,)](
-            self.memory, self.incoming, total, after, torch.empty(size, **i32), torch.empty(size, **f64), skip, slots,
-            flags, torch.empty(2 * most, **f64), torch.empty(2 * most, **i32), torch.empty(2 * most, **i32),
-            torch.empty(2 * most, **f64), flags[1:], self.curve, self.one, size, count, dim,
+            self.memory, self.incoming, seen, lost, total, inside, after, source, torch.empty(size, **f64), skip, slots,
+            first_wrong, torch.empty(2 * most, **f64), torch.empty(2 * most, **i32), torch.empty(2 * most, **i32),
+            torch.empty(2 * most, **f64), torch.zeros(1, **i32), self.curve, self.one, size, count, dim,
             KIND=self.kind, COMPETE=self.compete, PARTS=most, ROWS=max(1, min(64, 8192 // width)), DIM=width,
             num_warps=8,
         )  # fmt: skip
 
     def from_scratch(self) -> Tensor:
-        """N of every slot, in units."""
+        """N of every slot, in units: a chunk of rows at a time, each matrix element written and read once."""
         size = self.memory.shape[0]
-        if size > 16384 or (self.score.kind == "linear" and size > SHORTCUT):
+        if self.score.kind == "linear" and size > SHORTCUT:
             return total_units(self.score, self.memory, self.e)
-        return self.scored(self.memory @ self.memory.T, diagonal=True, store=False)
+        step = max(16, CHUNK_ELEMENTS["cuda"] // size // 16 * 16)
+        sums = [
+            self.scored(self.memory[first : first + step] @ self.memory.T, diagonal=True, store=False, offset=first)
+            for first in range(0, size, step)
+        ]
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+def total_fused(score: Score, memory: Tensor, e: int) -> Tensor:
+    """`units.total_units` with Triton."""
+    return _Launch(memory, memory[:0], score, "always", e).from_scratch()
 
 
 def _highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

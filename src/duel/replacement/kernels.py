@@ -21,14 +21,12 @@ PLACES = 1 << PLACE_BITS
 
 @triton.jit
 def _round(x):
-    """To the nearest whole number, ties to even: |x| < 2^22 by the usual constant, above that it is done already."""
+    """x >= 0 to the nearest whole number, ties to even: by adding 2^p, from where on a p-bit format is all whole."""
     if x.dtype == tl.float64:
-        magic = 6755399441055744.0  # 1.5 · 2^52
-        return (x + magic) - magic
+        return (x + 4503599627370496.0) - 4503599627370496.0  # units stay below 2^52
     else:
-        small = tl.abs(x) < 4194304.0
-        magic = 12582912.0  # 1.5 · 2^23
-        return tl.where(small, (tl.where(small, x, 0.0) + magic) - magic, x)
+        small = x < 8388608.0
+        return tl.where(small, (tl.where(small, x, 0.0) + 8388608.0) - 8388608.0, x)
 
 
 @triton.jit
@@ -51,14 +49,14 @@ def _units(x, curve, one, KIND: tl.constexpr):
             if KIND == 3:
                 far = far * far
             h = (tl.exp(far * width) - floor) * scale
-        return _round(h * one)
+        return _round(tl.maximum(h, 0.0) * one)
 
 
 @triton.jit
 def score_kernel(
-    matrix, row_sums, column_sums, start, curve, one, rows, columns,
+    matrix, row_sums, column_sums, start, curve, one, rows, columns, offset,
     KIND: tl.constexpr, DIAGONAL: tl.constexpr, STORE: tl.constexpr, COLUMN_SUMS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """cosines (rows, columns) -> units in place, with row sums (+ `start`) and column sums in float64.
 
@@ -77,10 +75,10 @@ def score_kernel(
             ok = row_ok[:, None] & (c < columns)[None, :]
             h = _units(tl.load(at, mask=ok, other=-1.0), curve, one, KIND)
             if DIAGONAL:
-                h = tl.where(r[:, None] == c[None, :], 0.0, h)
+                h = tl.where(r[:, None] + offset == c[None, :], 0.0, h)
             h = tl.where(ok, h, 0.0)
             if STORE:
-                tl.store(at, h, mask=ok)
+                tl.store(at, h * SHIFT, mask=ok)  # a power of two: exact
             wide = h.to(tl.float64)
             total += tl.sum(wide, axis=1)
             if COLUMN_SUMS:
@@ -100,65 +98,76 @@ def _higher(key, item, other_key, other_item):
 
 @triton.jit
 def simulate_kernel(
-    h, start, skip, slot_of, slots, evicted, level, after, candidates, count,
-    COMPETE: tl.constexpr, ITEMS: tl.constexpr, PLACE_BITS: tl.constexpr,
+    h, start, skip, slot_of, slots, evicted, level, after, source, first_wrong, candidates, count, rows,
+    COMPETE: tl.constexpr, AGAIN: tl.constexpr, ITEMS: tl.constexpr, PLACE_BITS: tl.constexpr,
 ):  # fmt: skip
     """The policy on `candidates` residents and `count` newcomers, one program. See `dense.Batch` for the idea.
 
-    h: (n, n) units with a zero diagonal, n = candidates + count; start (n,): N of each item against the memory;
-    slot_of (candidates,): the slot of each place, in ascending order.
+    h: (n, n) units · 2^PLACE_BITS with a zero diagonal, n = candidates + count; start (n,): N of each item against the
+    memory, in units; slot_of (candidates,): the slot of each place, in ascending order.
     Out, per newcomer: its slot (-1 = turned away), the item that left, its N then; per slot of a candidate: N after.
     An item's key is its N followed by its place counted from the end, so the largest key is the largest N at the
     lowest slot. A newcomer that competes has the last place: it loses ties.
+    AGAIN: only if there was a mistake, and only up to it, so that the literal kernel can go on from there; it also says
+    which row of memory, or rows + b, the candidates' slots hold by then (`source`).
     """
     LAST: tl.constexpr = (1 << PLACE_BITS) - 1
+    GONE: tl.constexpr = -(1 << 62)  # stays below every living key whatever is added to it
     items = candidates + count  # at most 2,560, so their square fits 32 bits
-    item = tl.arange(0, ITEMS)
-    ok = item < items
-    n = tl.load(start + item, mask=ok, other=0.0).to(tl.int64)
-    place = tl.where(item < candidates, item, -1)
-    row = tl.load(h + candidates * items + item, mask=ok, other=0.0).to(tl.int64)
-    for b in range(0, count):
-        me = candidates + b
-        # the next newcomer's row does not depend on who leaves: fetch it while the arg-max runs
-        following = tl.load(h + tl.minimum(me + 1, items - 1) * items + item, mask=ok, other=0.0)
-        left_out = tl.load(skip + b) != 0
-        if COMPETE:
-            value = n + row
-            where = tl.where(item == me, LAST, place)
-        else:
-            value = n
-            where = place
-        # float32 cosines of one pair may differ between products, which can leave an N of zero a unit below it
-        key = tl.where(where >= 0, (tl.maximum(value, 0) << PLACE_BITS) | (LAST - where), -1)
-        best, gone = tl.reduce((key, item), 0, _higher)
-        taken = LAST - (best & LAST).to(tl.int32)
-        turned_away = (gone == me) | left_out
-        gone = tl.where(turned_away, me, gone)  # exchanging a newcomer for itself changes nothing
-        other = tl.load(h + gone * items + item, mask=ok, other=0.0).to(tl.int64)
-        n += row - other
-        place = tl.where(item == me, taken, place)
-        place = tl.where(item == gone, -1, place)
-        slot = tl.load(slot_of + tl.minimum(taken, candidates - 1))
-        tl.store(slots + b, tl.where(turned_away, -1, slot))
-        tl.store(evicted + b, gone)
-        # a newcomer that takes no part can have no rival
-        tl.store(level + b, tl.where(left_out, float("inf"), (best >> PLACE_BITS).to(tl.float64)))
-        row = following.to(tl.int64)
-    alive = ok & (place >= 0)
-    slot = tl.load(slot_of + place, mask=alive, other=0)
-    tl.store(after + slot, n.to(tl.float64), mask=alive)
+    upto = count
+    go = count > 0
+    if AGAIN:
+        upto = tl.load(first_wrong)
+        go = upto < count
+    if go:
+        item = tl.arange(0, ITEMS)
+        ok = item < items
+        key = tl.load(start + item, mask=ok, other=0.0).to(tl.int64) << PLACE_BITS
+        key = tl.where(item < candidates, key + (LAST - item), key)
+        key = tl.where(ok, key, GONE)
+        row = tl.load(h + candidates * items + item, mask=ok, other=0.0).to(tl.int64)
+        for b in range(0, upto):
+            me = candidates + b
+            # the next newcomer's row does not depend on who leaves: fetch it while the arg-max runs
+            following = tl.load(h + tl.minimum(me + 1, items - 1) * items + item, mask=ok, other=0.0)
+            left_out = tl.load(skip + b) != 0
+            if COMPETE:
+                value = tl.where(item <= me, key + row, GONE)
+            else:
+                value = tl.where(item < me, key, GONE)
+            best, gone = tl.reduce((value, item), 0, _higher)
+            taken = LAST - (best & LAST).to(tl.int32)
+            turned_away = (gone == me) | left_out
+            gone = tl.where(turned_away, me, gone)  # exchanging a newcomer for itself changes nothing
+            other = tl.load(h + gone * items + item, mask=ok, other=0.0).to(tl.int64)
+            key += row - other
+            key = tl.where(item == me, key + (LAST - taken), key)
+            key = tl.where(item == gone, GONE, key)
+            if AGAIN == 0:
+                slot = tl.load(slot_of + tl.minimum(taken, candidates - 1))
+                tl.store(slots + b, tl.where(turned_away, -1, slot))
+                tl.store(evicted + b, gone)
+                # a newcomer that takes no part can have no rival
+                tl.store(level + b, tl.where(left_out, float("inf"), (best >> PLACE_BITS).to(tl.float64)))
+            row = following.to(tl.int64)
+        alive = (key > (GONE >> 1)) & (item < candidates + upto)
+        slot = tl.load(slot_of + (LAST - (key & LAST)), mask=alive, other=0)
+        tl.store(after + slot, (key >> PLACE_BITS).to(tl.float64), mask=alive)
+        if AGAIN:
+            tl.store(
+                source + slot, tl.where(item < candidates, slot, rows + item - candidates).to(tl.int32), mask=alive
+            )
 
 
 @triton.jit
 def verify_kernel(
-    seen, lost, total, level, slots, is_candidate, after, mistake, curve, one, rows, count,
+    seen, lost, total, level, slots, is_candidate, after, first_wrong, curve, one, rows, count,
     KIND: tl.constexpr, COMPETE: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """N of every slot before each newcomer, against what the simulation evicted; and N after the batch.
 
     seen: units (rows, count) against the newcomers; lost: cosines (KIND) with the evicted items; slots (count,) as the
-    simulation has them. mistake: set where a slot outside the simulation should have made room for a newcomer.
+    simulation has them. first_wrong: the earliest newcomer for which a slot outside the simulation should have left.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     b = tl.arange(0, COUNT)
@@ -178,8 +187,9 @@ def verify_kernel(
     inside = tl.load(is_candidate + r, mask=r < rows, other=1) != 0
     wrong = (before > bar) | ((before == bar) & (r[:, None] < taken[None, :]))
     wrong = wrong & ok & (inside == 0)[:, None]
-    if tl.max(tl.max(wrong.to(tl.int32), axis=1), axis=0) > 0:
-        tl.store(mistake, 1)
+    first = tl.min(tl.min(tl.where(wrong, b[None, :], COUNT), axis=1), axis=0)
+    if first < count:
+        tl.atomic_min(first_wrong, first)
     tl.store(after + r, start + tl.sum(change, axis=1), mask=(r < rows) & (inside == 0))
 
 
@@ -191,16 +201,18 @@ def _best(n, slot, source, other_n, other_slot, other_source):
 
 @triton.jit
 def literal_kernel(
-    memory, incoming, total_before, n, source, gained, skip, slots, mistake, part_n, part_slot, part_source, part_sum,
-    arrived, curve, one, rows, count, dim,
+    memory, incoming, seen, lost, before, is_candidate, n, source, gained, skip, slots, first_wrong,
+    part_n, part_slot, part_source, part_sum, arrived, curve, one, rows, count, dim,
     KIND: tl.constexpr, COMPETE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """The whole batch on all slots, newcomer after newcomer: what runs when verification found a mistake.
+    """All slots, newcomer after newcomer, from the first that was placed wrongly; returns at once if there was none.
 
-    Each of the PARTS programs owns a range of slots; they meet once per newcomer. n (rows,) and slots (count,) are
-    written only if there was a mistake; source (rows,): which row of memory, or rows + b, a slot holds.
+    Each of the PARTS programs owns a range of slots; they meet once per newcomer. n (rows,) and source (rows,), which
+    row of memory or rows + b a slot holds, are as the simulation left them for candidates and brought up to date here
+    for all others. n and slots (count,) are overwritten.
     """
-    if tl.load(mistake) > 0:
+    begin_at = tl.load(first_wrong)
+    if begin_at < count:
         me = tl.program_id(0)
         parts = tl.num_programs(0)
         share = tl.cdiv(tl.cdiv(rows, parts), ROWS) * ROWS
@@ -209,11 +221,17 @@ def literal_kernel(
         d = tl.arange(0, DIM)
         p = tl.arange(0, PARTS)
         for first in range(begin, end, ROWS):
-            r = first + tl.arange(0, ROWS)
-            tl.store(n + r, tl.load(total_before + r, mask=r < end, other=0.0), mask=r < end)
-            tl.store(source + r, r, mask=r < end)
+            r = first + tl.arange(0, ROWS).to(tl.int64)
+            outside = (r < end) & (tl.load(is_candidate + r, mask=r < end, other=1) == 0)
+            value = tl.load(before + r, mask=outside, other=0.0)
+            for b in range(0, begin_at):
+                loss = _units(tl.load(lost + r * count + b, mask=outside, other=-1.0), curve, one, KIND)
+                change = tl.load(seen + r * count + b, mask=outside, other=0.0).to(tl.float64) - loss.to(tl.float64)
+                value += tl.where(tl.load(slots + b) >= 0, change, 0.0)
+            tl.store(n + r, value, mask=outside)
+            tl.store(source + r, r.to(tl.int32), mask=outside)
         tl.debug_barrier()
-        for b in range(0, count):
+        for b in range(begin_at, count):
             parity = (b % 2) * PARTS
             newcomer = tl.load(incoming + b * dim + d, mask=d < dim, other=0.0)
             best_n = tl.full((), -1.0, tl.float64)
@@ -244,7 +262,7 @@ def literal_kernel(
             tl.store(part_sum + parity + me, total)
             tl.debug_barrier()
             tl.atomic_add(arrived, 1)
-            while tl.atomic_add(arrived, 0) < (b + 1) * parts:
+            while tl.atomic_add(arrived, 0) < (b - begin_at + 1) * parts:
                 pass
             tl.debug_barrier()
             here = p < parts
