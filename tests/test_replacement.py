@@ -107,6 +107,7 @@ def test_pruned_simulation_is_exact_on_larger_memories(monkeypatch, kind, score,
     """Far fewer candidates than slots, so that verification and second rounds have work to do."""
     memory, incoming = hostile(kind, 300, 16, 3, torch.float64), hostile(kind, 64, 16, 4, torch.float64)
     want = replace(memory, incoming, score=score, admit=admit, engine="reference")
+    monkeypatch.setattr(dense, "WHOLE", 1)
     rounds = []
     original = dense.Batch
 
@@ -128,6 +129,7 @@ def test_pruned_simulation_is_exact_on_larger_memories(monkeypatch, kind, score,
 def test_fused_verifies_and_mends(monkeypatch, kind, candidates, score, admit):
     """With few candidates the simulation is wrong and the literal kernel takes over; with enough it is not."""
     monkeypatch.setattr(fused, "WHOLE", 1)
+    monkeypatch.setattr(fused, "WHOLE_BROAD", 1)
     monkeypatch.setattr(fused, "_highest", lambda bound, _: HIGHEST(bound, candidates))
     memory, incoming = hostile(kind, 90, 16, 3, torch.float64), hostile(kind, 12, 16, 4, torch.float64)
     want = replace(memory, incoming, score=score, admit=admit, engine="reference")

@@ -9,22 +9,47 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from duel import policies, scores
+    from duel import methods, policies, recipes, scores
+    from duel.config import TrainConfig
+    from duel.encoders import encoder
     from duel.errors import UserError
     from duel.memory import WorkingMemory
     from duel.replacement import expected_duplicates, replace
+    from duel.trained import evaluate, load_trained
+    from duel.training import RunResult, train
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "RunResult": "duel.training",
+    "TrainConfig": "duel.config",
     "UserError": "duel.errors",
     "WorkingMemory": "duel.memory",
+    "encoder": "duel.encoders",
+    "evaluate": "duel.trained",
     "expected_duplicates": "duel.replacement",
+    "load_trained": "duel.trained",
     "replace": "duel.replacement",
+    "train": "duel.training",
 }
-_MODULES = ("policies", "scores")
+_MODULES = ("methods", "policies", "recipes", "scores")
 
-__all__ = ["UserError", "WorkingMemory", "expected_duplicates", "policies", "replace", "scores"]
+__all__ = [
+    "RunResult",
+    "TrainConfig",
+    "UserError",
+    "WorkingMemory",
+    "encoder",
+    "evaluate",
+    "expected_duplicates",
+    "load_trained",
+    "methods",
+    "policies",
+    "recipes",
+    "replace",
+    "scores",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

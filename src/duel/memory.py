@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -399,7 +400,12 @@ class WorkingMemory(nn.Module):
             raise UserError(
                 f"state_dict is of another kind of memory; keys that only one of them has: {', '.join(odd)}"
             )
-        return super().load_state_dict(state_dict, strict, assign)
+        before = copy.deepcopy(mine)
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except UserError:  # a policy that was saved with other settings
+            super().load_state_dict(before)
+            raise
 
     def extra_repr(self) -> str:
         return f"size={self.size}, dim={self.dim}, filled={self._filled}, payload={sorted(self.payload)}"

@@ -6,7 +6,8 @@ the literal loop would take hours the oracle is the same exact algorithm without
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from duel.benchmarks.timing import milliseconds
+from duel.errors import UserError
 from duel.memory import WorkingMemory
 from duel.policies import Duel
 from duel.replacement import expected_duplicates, replace_unchecked
@@ -25,6 +27,8 @@ SIZES = {
     "cpu": ((2048, 256, 256), (16384, 256, 128)),
     "cuda": ((2048, 256, 256), (65536, 256, 128), (1 << 20, 256, 128)),
 }
+#: Different batches of newcomers: no item comes twice.
+BATCHES = 40
 #: Above so many slots counting N once takes seconds: fewer scores.
 LARGE, LARGE_SCORES = 1 << 18, ("linear", "gaussian:0.1")
 SCORES = ("linear", "quadratic", "gaussian", "gaussian:0.1", "exponential")
@@ -51,16 +55,16 @@ def benchmark(
     scores: Sequence[str] = SCORES,
     data: Sequence[str] = DATA,
     admit: str = "always",
-    repeats: int = 20,
+    repeats: int = 24,
     seed: int = 0,
-    report: Any = lambda row: None,
+    each: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[dict[str, Any]]:
-    """One row per size, score and data; `report` is called with each as soon as it is there."""
+    """One row per size, score and data; `each` is called with it as soon as it is there."""
     rows = []
     for size, count, dim in sizes or SIZES[device.type]:
         for kind in data:
-            memory = pool(kind, size + 8 * count, dim, device, seed)
-            incoming, memory = memory[size:].reshape(8, count, dim), memory[:size]
+            memory = pool(kind, size + BATCHES * count, dim, device, seed)
+            incoming, memory = memory[size:].reshape(BATCHES, count, dim), memory[:size]
             fifo = _update_time(memory, incoming, "fifo", repeats)
             for score in scores if size <= LARGE else LARGE_SCORES:
                 row = {"size": size, "batch": count, "dim": dim, "data": kind, "score": score, "admit": admit}
@@ -69,7 +73,7 @@ def benchmark(
                 except Exception as error:  # one configuration must not lose the others
                     row |= {"error": f"{type(error).__name__}: {error}"}
                 rows.append(row)
-                report(row)
+                each(row)
     return rows
 
 
@@ -102,10 +106,11 @@ def _row(memory: Tensor, incoming: Tensor, score: str, admit: str, repeats: int)
 
 
 def _update_time(memory: Tensor, incoming: Tensor, policy: Any, repeats: int) -> float:
-    """`WorkingMemory.update` of a full memory, a new batch each time."""
+    """`WorkingMemory.update` with carried N, a new batch each time, after a few: what a training step pays."""
     held = WorkingMemory(memory.shape[0], memory.shape[1], policy).to(memory.device)
     held.update(memory)
-    held.update(incoming[-1])  # counts N once
+    for batch in incoming[-8:]:  # the first counts N
+        held.update(batch)
     turn = torch.zeros(1, dtype=torch.int64, device=memory.device)  # on the device, so that replays move on too
 
     def step() -> None:
@@ -113,3 +118,80 @@ def _update_time(memory: Tensor, incoming: Tensor, policy: Any, repeats: int) ->
         turn.add_(1).remainder_(incoming.shape[0])
 
     return milliseconds(step, memory.device, repeats=repeats)
+
+
+def report(
+    *,
+    device: torch.device,
+    out: str | None,
+    sizes: Any = None,
+    scores: Sequence[str] = (),
+    repeats: int,
+    **settings: Any,
+) -> Path:
+    """What `duel bench replace` does: a progress line per row, a table, and the figures as JSON."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from duel.runs import describe, write_json
+
+    if repeats < 1:
+        raise UserError(f"repeats must be at least 1, got {repeats}")
+    for size in sizes or ():
+        if min(size) < 1:
+            raise UserError(f"size, batch and dim must be at least 1, got {size}")
+    names = [get(score).name for score in scores or SCORES]
+    console = Console()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("replacement", total=None)
+        rows = benchmark(
+            device=device,
+            sizes=sizes,
+            scores=names,
+            repeats=repeats,
+            each=lambda row: progress.update(task, description=f"{row['size']:,} slots, {row['data']}, {row['score']}"),
+            **settings,
+        )
+    console.print(table(rows))
+    path = Path(out or f"runs/bench-replace-{device.type}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    threads = torch.get_num_threads() if device.type == "cpu" else None
+    write_json(path, {"benchmark": "replace", **describe(device), "threads": threads, "repeats": repeats, "rows": rows})
+    return path
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Any:
+    """The figures in milliseconds; a dash where one was not taken."""
+    from rich.table import Table
+
+    from rich.box import SIMPLE
+
+    columns = {
+        "reference": "reference_ms", "scratch": "scratch_ms", "carried": "carried_ms", "update": "update_ms",
+        "FIFO": "fifo_update_ms", "ratio": "update_speedup", "same": "same_victims",
+    }  # fmt: skip
+    shown = Table(
+        title="Replacing a batch, ms",
+        caption="reference: the paper's loop; scratch, carried: replace() without and with N of the last batch; update,\n"
+        "FIFO: WorkingMemory.update; ratio: reference / update; same: victims equal to the reference's",
+        box=SIMPLE,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for title in ("slots×batch×dim", "data", "score"):
+        shown.add_column(title, no_wrap=True)
+    for title in columns:
+        shown.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        where = (f"{row['size']}×{row['batch']}×{row['dim']}", row["data"], row["score"])
+        figures = [row["error"]] if "error" in row else [_shown(row.get(key)) for key in columns.values()]
+        shown.add_row(*where, *figures)
+    return shown
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.3f}" if value < 10 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

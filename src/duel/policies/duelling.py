@@ -128,7 +128,7 @@ class AdaptiveDuel(Duel):
         self,
         kind: str = "exponential",
         *,
-        target: float = 0.01,
+        target: float = 0.1,
         every: int = 50,
         admit: str = "always",
         engine: str = "auto",

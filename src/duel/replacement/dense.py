@@ -1,7 +1,8 @@
 """Exact replacement in PyTorch alone.
 
-On the CPU a batch is *simulated* on the slots that can matter and then *verified* on all others (`_pruned`); on a GPU,
-where control flow may not depend on data, one newcomer is worked in after the other on all slots (`_column_by_column`).
+On the CPU a batch is simulated with N carried for every slot; a large memory is simulated on the slots that can matter
+and then verified on all others (`Batch`). On a GPU, where control flow may not depend on data, one newcomer is worked
+in after the other on all slots (`_column_by_column`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from duel.scores import Score
 
 #: Newcomers simulated at a time. Their pairwise h are a square matrix, so a huge batch goes in pieces.
 BLOCK = 512
+#: Up to so many slots all are simulated and there is nothing to verify.
+WHOLE = 8192
+#: How many rows of h are computed when one is missing: the most duplicated residents are the likeliest to leave next.
+FETCH = 48
 
 
 def replace_dense(
@@ -27,7 +32,7 @@ def replace_dense(
     takes_part = torch.arange(incoming.shape[0]) if skip is None else (~skip).nonzero()[:, 0]
     for first in range(0, takes_part.numel(), BLOCK):
         block = takes_part[first : first + BLOCK]
-        slots[block], total = _pruned(memory, incoming[block], total, score, admit, e)
+        slots[block], total = _in_rounds(memory, incoming[block], total, score, admit, e)
     return slots, total
 
 
@@ -55,11 +60,10 @@ def _column_by_column(
     return slots, total
 
 
-def _pruned(memory: Tensor, incoming: Tensor, total: Tensor, score: Score, admit: str, e: int) -> tuple[Tensor, Tensor]:
-    """Simulate on the candidates with the highest upper bound, verify the rest, go on from the first mistake.
-
-    `memory` is brought up to date in place.
-    """
+def _in_rounds(
+    memory: Tensor, incoming: Tensor, total: Tensor, score: Score, admit: str, e: int
+) -> tuple[Tensor, Tensor]:
+    """Simulate and verify, and go on from the first mistake if there was one. `memory` is updated in place."""
     slots = torch.empty(incoming.shape[0], dtype=torch.int64)
     done, width = 0, max(512, 3 * incoming.shape[0])
     while done < incoming.shape[0]:
@@ -72,11 +76,12 @@ def _pruned(memory: Tensor, incoming: Tensor, total: Tensor, score: Score, admit
 
 
 class Batch:
-    """One round of simulate-and-verify: newcomers (B, d) against the best `width` of K slots.
+    """One round of simulate-and-verify: newcomers (B, d) against the best `width` of K slots, or all of a small memory.
 
     An *item* is a candidate resident (0..m-1, in slot order) or a newcomer (m..m+B-1). All items, admitted or not, have
     a running N against the memory as it is; since a row of h has a zero where it meets itself, exchanging item e for
-    newcomer b is `N += h[b] - h[e]` for every item at once.
+    newcomer b is `N += h[b] - h[e]` for every item at once. Rows of h are needed for newcomers and for residents that
+    leave; the latter are computed a few at a time, when the first of them is missing.
     """
 
     def __init__(
@@ -84,30 +89,43 @@ class Batch:
     ) -> None:
         self.memory, self.incoming, self.total, self.score, self.e = memory, incoming, total, score, e
         self.compete = admit == "compete"
+        size, count = memory.shape[0], incoming.shape[0]
+        self.whole = size <= max(WHOLE, width)
         self.seen = units(score, incoming, memory, e)  # (B, K)
-        size = memory.shape[0]
-        self.everything = width >= size
         # within a batch slot j never exceeds N(j) + Σ_b h(z_j · z_b)
         self.bound = total + self.seen.sum(0, dtype=torch.float64)
-        self.candidates = (
-            torch.arange(size) if self.everything else self.bound.topk(width, sorted=False).indices.sort().values
-        )
-        m, count = self.candidates.numel(), incoming.shape[0]
-        self.items = torch.cat([memory[self.candidates], incoming])
-        self.h = torch.empty(m + count, m + count, dtype=memory.dtype)
-        self.h[:m, :m] = units(score, self.items[:m], self.items[:m], e)
-        self.h[m:, :m] = self.seen[:, self.candidates]
-        self.h[:m, m:] = self.h[m:, :m].T
-        self.h[m:, m:] = units(score, incoming, incoming, e)
-        self.h.fill_diagonal_(0.0)
+        if self.whole:
+            self.candidates, self.items, seen = torch.arange(size), memory, self.seen
+        else:
+            self.candidates = self.bound.topk(width, sorted=False).indices.sort().values
+            self.items, seen = memory[self.candidates], self.seen[:, self.candidates]
+        m = self.candidates.numel()
         self.start = torch.cat([total[self.candidates], self.seen.sum(1, dtype=torch.float64)])
+        self.h = torch.empty(count + m, m + count, dtype=memory.dtype)  # rows in the order in which they were computed
+        self.h[:count, :m] = seen
+        self.h[:count, m:] = units(score, incoming, incoming, e).fill_diagonal_(0.0)
+        self.row_of = torch.full((m + count,), -1).numpy()
+        self.row_of[m:] = range(count)
+        self.rows = count
+        likely = min(m, count + count // 2)
+        self._fetch(self.bound[self.candidates].topk(likely, sorted=False).indices)
         self._simulate(count)
+
+    def _fetch(self, residents: Tensor) -> None:
+        """Compute the rows of h of these candidates."""
+        m, count, upto = self.candidates.numel(), self.incoming.shape[0], self.rows + residents.numel()
+        h = self.h[self.rows : upto]
+        h[:, :m] = units(self.score, self.items[residents], self.items, self.e)
+        h[:, m:] = self.h[:count, residents].T
+        h.scatter_(1, residents[:, None], 0.0)
+        self.row_of[residents.numpy()] = range(self.rows, upto)
+        self.rows = upto
 
     def _simulate(self, count: int) -> None:
         """The policy on candidates and newcomers alone, for the first `count` newcomers."""
         m = self.candidates.numel()
         # NumPy's calls cost a fifth of torch's on vectors this short; the arrays share memory
-        h, n = self.h.numpy(), self.start.clone().numpy()
+        h, n, row_of = self.h.numpy(), self.start.clone().numpy(), self.row_of
         self.running = torch.from_numpy(n)
         self.occupant = torch.arange(m)  # which item a candidate's slot holds
         self.position = torch.full((count,), -1)  # whose place a newcomer took
@@ -117,7 +135,7 @@ class Batch:
             t.numpy() for t in (self.occupant, self.position, self.evicted, self.level)
         )
         for b in range(count):
-            row = h[m + b]
+            row = h[b]
             values = n[occupant]
             if self.compete:
                 values += row[occupant]
@@ -125,16 +143,21 @@ class Batch:
             if self.compete and n[m + b] > values[p]:
                 level[b] = n[m + b]
                 continue
-            level[b], position[b], evicted[b] = values[p], p, occupant[p]
+            gone = occupant[p]
+            level[b], position[b], evicted[b] = values[p], p, gone
+            if row_of[gone] < 0:
+                values[row_of[occupant] >= 0] = -1.0
+                missing = torch.from_numpy(values).topk(min(FETCH, m)).indices
+                self._fetch(missing[torch.from_numpy(row_of[occupant])[missing] < 0])
             n += row
-            n -= h[occupant[p]]
+            n -= h[row_of[gone]]
             occupant[p] = m + b
 
     def verified(self) -> int:
         """How many newcomers were placed exactly as the full memory would have placed them."""
-        self.lost = self._lost()
-        if self.everything:
+        if self.whole:
             return self.incoming.shape[0]
+        self.lost = self._lost()
         rest = torch.ones(self.memory.shape[0], dtype=torch.bool)
         rest[self.candidates] = False
         rest = (rest & (self.bound >= self.level.min())).nonzero()[:, 0]
@@ -165,8 +188,14 @@ class Batch:
         """Bring the memory up to date with the first `count` newcomers: their slots, and N in units."""
         if count < self.incoming.shape[0]:
             self._simulate(count)
-        total = self.total + self.seen[:count].sum(0, dtype=torch.float64)
-        total -= self.lost[:count].sum(0, dtype=torch.float64)
-        total[self.candidates] = self.running[self.occupant]
-        self.memory[self.candidates] = self.items[self.occupant]
-        return self._slots(turned_away=-1), total
+        slots = self._slots(turned_away=-1)
+        if self.whole:
+            total = self.running[self.occupant]
+        else:
+            total = self.total + self.seen[:count].sum(0, dtype=torch.float64)
+            total -= self.lost[:count].sum(0, dtype=torch.float64)
+            total[self.candidates] = self.running[self.occupant]
+        m = self.candidates.numel()
+        new = self.occupant >= m
+        self.memory[self.candidates[new]] = self.incoming[self.occupant[new] - m]
+        return slots, total

@@ -24,10 +24,10 @@ WHOLE = 1024
 BLOCK = 512
 #: Newcomers and candidates together in one simulation: what one program holds in registers.
 ITEMS = 1024
-#: A callable cannot run inside the literal kernel, so there everything must be simulated; places take 11 bits of a key.
-WHOLE_LIMIT = 2047
-#: Warps of the simulating program.
-SIMULATION_WARPS = 8
+#: The same for scores so broad that every newcomer changes who is next, which leaves nothing to prune.
+WHOLE_BROAD = 3584
+#: A callable cannot run inside the literal kernel, so there everything must be simulated; places take 12 bits of a key.
+WHOLE_LIMIT = 4095
 
 
 def unavailable(memory: Tensor, score: Score) -> str | None:
@@ -109,7 +109,7 @@ class _Launch:
         seen = self.memory @ self.incoming.T
         arriving = torch.zeros(count, dtype=torch.float64, device=device)
         bound = self.scored(seen, start=total, columns=arriving)
-        whole = size <= (WHOLE_LIMIT if self.kind == self.kernels.PLAIN else WHOLE)
+        whole = size <= self._whole_up_to()
         if whole:
             candidates, inside = torch.arange(size, device=device), None
         else:
@@ -130,7 +130,7 @@ class _Launch:
             self.kernels.simulate_kernel[(1,)](
                 pairs, start, skip, candidates, slots, evicted, level, after, source, first_wrong, chosen, count, size,
                 COMPETE=self.compete, AGAIN=again, ITEMS=_power(chosen + count), PLACE_BITS=self.kernels.PLACE_BITS,
-                num_warps=SIMULATION_WARPS,
+                num_warps=8 if chosen + count <= 2048 else 16,
             )  # fmt: skip
 
         simulate(again=False)
@@ -164,6 +164,13 @@ class _Launch:
             KIND=self.kind, COMPETE=self.compete, PARTS=most, ROWS=max(1, min(64, 8192 // width)), DIM=width,
             num_warps=8,
         )  # fmt: skip
+
+    def _whole_up_to(self) -> int:
+        if self.kind == self.kernels.PLAIN:
+            return WHOLE_LIMIT
+        width = self.score.width
+        broad = self.score.kind in ("linear", "quadratic") or (not isinstance(width, Tensor) and width > -4.0)
+        return WHOLE_BROAD if broad else WHOLE
 
     def from_scratch(self) -> Tensor:
         """N of every slot, in units: a chunk of rows at a time, each matrix element written and read once."""

@@ -14,9 +14,8 @@ import triton.language as tl
 PLAIN, LINEAR, QUADRATIC, GAUSSIAN, EXPONENTIAL = range(5)
 KINDS = {"linear": LINEAR, "quadratic": QUADRATIC, "gaussian": GAUSSIAN, "exponential": EXPONENTIAL}
 
-#: Bits of an arg-max key that hold a candidate's place; N in units takes the 52 above them.
-PLACE_BITS = 11
-PLACES = 1 << PLACE_BITS
+#: Bits of an arg-max key that hold a candidate's place; N in units takes the 51 above them.
+PLACE_BITS = 12
 
 
 @triton.jit
@@ -113,7 +112,7 @@ def simulate_kernel(
     """
     LAST: tl.constexpr = (1 << PLACE_BITS) - 1
     GONE: tl.constexpr = -(1 << 62)  # stays below every living key whatever is added to it
-    items = candidates + count  # at most 2,560, so their square fits 32 bits
+    items = candidates + count  # at most 4,607, so their square fits 32 bits
     upto = count
     go = count > 0
     if AGAIN:

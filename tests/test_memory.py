@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import normalize
+
+import duel
+from duel import WorkingMemory
+from duel.errors import UserError
+from duel.policies import AdaptiveDuel, Duel, Fifo, MinRed, Random, Reservoir
+from duel.replacement import replace
+from pools import clusters, isotropic
+
+PAYLOAD = {"image": ((3, 2, 2), torch.uint8), "id": ((), torch.int64)}
+POLICIES = {
+    "fifo": Fifo,
+    "random": Random,
+    "reservoir": Reservoir,
+    "minred": MinRed,
+    "duel": lambda: Duel("gaussian:0.1"),
+    "linear": Duel,
+    "compete": lambda: Duel("exponential", admit="compete"),
+    "at_once": lambda: Duel("gaussian:0.1", at_once=True),
+    "ageing": lambda: Duel("gaussian:0.1", max_age=3),
+    "ageing_fifo": lambda: Fifo(max_age=2),
+    "adaptive": lambda: AdaptiveDuel(every=3),
+}
+
+
+def items(n: int, seed: int, d: int = 8) -> dict[str, torch.Tensor]:
+    """Embeddings with a payload that names them: image and id follow from the embedding's number."""
+    ids = torch.arange(n) + 1000 * seed
+    images = (ids % 256).to(torch.uint8)[:, None, None, None].expand(n, 3, 2, 2)
+    return {"embeddings": isotropic(n, d, seed, torch.float32), "id": ids, "image": images}
+
+
+def offer(memory: WorkingMemory, batch: dict[str, torch.Tensor], **kwargs):
+    return memory.update(batch["embeddings"], id=batch["id"], image=batch["image"], **kwargs)
+
+
+@settings(max_examples=6, deadline=None)
+@given(size=st.integers(1, 30), counts=st.lists(st.integers(0, 50), min_size=1, max_size=6), seed=st.integers(0, 999))
+@pytest.mark.parametrize("name", POLICIES)
+def test_against_a_list_of_items(name, size, counts, seed):
+    """Whatever the policy answers, slots hold exactly what a plain list would after the same writes in order."""
+    memory = WorkingMemory(size, 8, POLICIES[name](), PAYLOAD)
+    slots_of: list = [None] * size
+    filled = 0
+    for step, count in enumerate(counts):
+        batch = items(count, seed + step)
+        before = list(slots_of)
+        slots, gone = offer(memory, batch, evicted=True)
+        for b, slot in enumerate(slots.tolist()):
+            if filled < size:
+                assert slot == filled  # fills empty slots in order
+                filled += 1
+            if slot >= 0:
+                slots_of[slot] = (int(batch["id"][b]), batch["embeddings"][b], step)
+        assert len(memory) == filled == len(memory.embeddings)
+        for slot in range(filled):
+            number, embedding, _ = slots_of[slot]
+            assert memory["id"][slot] == number
+            assert memory["image"][slot, 0, 0, 0] == number % 256
+            assert torch.equal(memory.embeddings[slot], embedding)
+        assert memory.age.tolist() == [step - s[2] for s in slots_of[:filled]]
+        # what is said to have left was there before and was that newcomer's slot; no item leaves twice
+        left = gone.payload["id"][gone.valid].tolist()
+        residents = [s[0] for s in before if s is not None]
+        stayed = [s[0] for s in slots_of if s is not None]
+        assert sorted(left) == sorted(set(residents) - set(stayed))
+        for b in gone.valid.nonzero()[:, 0].tolist():
+            number, embedding, _ = before[int(slots[b])]
+            assert gone.payload["id"][b] == number
+            assert torch.equal(gone.embeddings[b], embedding)
+        memory.learn()
+
+
+@pytest.mark.parametrize("admit", ["always", "compete"])
+def test_a_duel_memory_does_what_replace_says(admit):
+    memory = WorkingMemory(40, 8, Duel("quadratic", admit=admit))
+    memory.update(isotropic(40, 8, 0, torch.float32))
+    held = memory.embeddings.clone()
+    for step in range(4):
+        incoming = isotropic(25, 8, step + 1, torch.float32)
+        want = replace(held, incoming, score="quadratic", admit=admit, engine="reference")
+        assert memory.update(incoming).tolist() == want.slots.tolist()
+        for slot, item in zip(want.slots.tolist(), incoming, strict=True):
+            if slot >= 0:
+                held[slot] = item
+        assert (memory.expected_duplicates() - want.duplicates).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_save_load_continue_equals_never_having_stopped(name):
+    straight = WorkingMemory(20, 8, POLICIES[name](), PAYLOAD, seed=5)
+    resumed = WorkingMemory(20, 8, POLICIES[name](), PAYLOAD, seed=5)
+
+    def go(memory, steps):
+        for step in steps:
+            offer(memory, items(9, step))
+            memory.refresh(memory.stalest(4), items(4, 50 + step)["embeddings"])
+            memory.learn()
+            memory.sample(3)
+
+    for cut in (1, 5):  # while filling, and when full
+        straight.reset()
+        go(straight, range(10))
+        resumed.reset()
+        go(resumed, range(cut))
+        file = io.BytesIO()
+        torch.save(resumed.state_dict(), file)
+        file.seek(0)
+        fresh = WorkingMemory(20, 8, POLICIES[name](), PAYLOAD)
+        fresh.load_state_dict(torch.load(file, weights_only=True))
+        go(fresh, range(cut, 10))
+        for key, value in straight.state_dict().items():
+            other = fresh.state_dict()[key]
+            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, key
+        assert torch.equal(straight.sample(5), fresh.sample(5))
+
+
+def test_refresh_keeps_the_count_right_and_the_item_in_place():
+    for name in ("duel", "linear", "compete"):
+        memory = WorkingMemory(30, 8, POLICIES[name](), PAYLOAD)
+        for step in range(4):
+            offer(memory, items(20, step))
+            slots = memory.stalest(7)
+            ids = memory["id"].clone()
+            memory.refresh(slots, isotropic(7, 8, 90 + step, torch.float32))
+            assert torch.equal(memory["id"], ids)
+            assert memory.staleness[slots].tolist() == [0] * 7
+            want = duel.expected_duplicates(memory.embeddings, memory.policy.score)
+            assert (memory.expected_duplicates() - want).abs().max() < 1e-5
+
+
+def test_age_counts_from_admission_and_staleness_from_encoding():
+    memory = WorkingMemory(4, 8, "fifo")
+    memory.update(isotropic(4, 8, 0))
+    memory.update(isotropic(1, 8, 1))
+    memory.refresh(torch.tensor([2]), isotropic(1, 8, 2))
+    assert memory.age.tolist() == [0, 1, 1, 1]
+    assert memory.staleness.tolist() == [0, 1, 0, 1]
+    assert memory.stalest(2).tolist() == [1, 3]
+
+
+def test_items_past_their_age_leave_first_the_oldest_before_the_others():
+    memory = WorkingMemory(6, 8, Duel("gaussian:0.1", max_age=2), {"id": ((), torch.int64)})
+    for step in range(3):
+        memory.update(isotropic(2, 8, step), id=torch.full((2,), step))
+    memory.update(isotropic(1, 8, 3), id=torch.tensor([3]))  # ids 0 are now 3 updates old
+    assert memory["id"].tolist().count(0) == 1
+    memory.update(isotropic(1, 8, 4), id=torch.tensor([4]))
+    assert memory["id"].tolist().count(0) == 0
+    assert (memory.age <= 3).all()
+
+
+def test_ageing_leaves_the_rest_to_the_policy():
+    """Two items are overdue; of five newcomers two take their places and three duel, exactly as `replace` says."""
+    memory = WorkingMemory(10, 8, Duel("quadratic", max_age=2))
+    memory.update(isotropic(2, 8, 0))
+    memory.update(isotropic(8, 8, 1))
+    memory.update(isotropic(1, 8, 2)[:0])
+    held, incoming = memory.embeddings.clone(), isotropic(5, 8, 3, torch.float32)
+    slots = memory.update(incoming)
+    assert slots[:2].tolist() == [0, 1]
+    held[:2] = incoming[:2]
+    assert slots[2:].tolist() == replace(held, incoming[2:], score="quadratic", engine="reference").slots.tolist()
+
+
+def test_a_second_vector_for_the_policy():
+    memory = WorkingMemory(30, 4, Duel("quadratic"), policy_dim=8)
+    vectors, embeddings = isotropic(30, 8, 0, torch.float32), isotropic(30, 4, 0, torch.float32)
+    memory.update(embeddings, policy_embeddings=vectors)
+    incoming = isotropic(10, 8, 1, torch.float32)
+    want = replace(vectors, incoming, score="quadratic", engine="reference")
+    got = memory.update(isotropic(10, 4, 1, torch.float32), policy_embeddings=incoming)
+    assert got.tolist() == want.slots.tolist()
+    assert memory.embeddings.shape == (30, 4)
+    with pytest.raises(UserError, match="needs policy_embeddings"):
+        memory.update(embeddings)
+
+
+def test_sampling_is_without_replacement_and_uniform():
+    memory = WorkingMemory(12, 8, "fifo", seed=3)
+    memory.update(isotropic(12, 8, 0))
+    counts = torch.zeros(12)
+    for _ in range(600):
+        drawn = memory.sample(4)
+        assert drawn.unique().numel() == 4
+        counts[drawn] += 1
+    assert counts.sum() == 2400
+    assert (counts - 200).abs().max() < 5 * (200 * (1 - 1 / 3)) ** 0.5  # five standard deviations
+    with pytest.raises(UserError, match="13 different slots from 12"):
+        memory.sample(13)
+
+
+def test_negatives_mask_the_anchors_own_item():
+    memory = WorkingMemory(5, 8, "fifo", {"id": ((), torch.int64)})
+    memory.update(isotropic(3, 8, 0), id=torch.tensor([7, 8, 9]))
+    rows, blocked = memory.negatives(exclude_ids=torch.tensor([9, 1]))
+    assert rows.shape == (3, 8)
+    assert blocked.tolist() == [[False, False, True], [False, False, False]]
+    assert memory.negatives()[1] is None
+
+
+def test_never_an_empty_slot():
+    memory = WorkingMemory(5, 8)
+    assert memory.embeddings.shape == (0, 8)
+    assert memory.expected_duplicates().shape == (0,)
+    assert memory.stalest(3).shape == (0,)
+    memory.update(isotropic(2, 8, 0))
+    assert memory.embeddings.shape == (2, 8)
+    assert not memory.full
+    memory.reset()
+    assert len(memory) == 0
+
+
+@pytest.mark.parametrize("context", ["no_grad", "inference", "autocast", "grad"])
+def test_works_in_every_mode_and_holds_no_gradient(context):
+    modes = {
+        "no_grad": torch.no_grad(),
+        "inference": torch.inference_mode(),
+        "autocast": torch.autocast("cpu", dtype=torch.bfloat16),
+        "grad": torch.enable_grad(),
+    }
+    memory = WorkingMemory(20, 8, Duel("gaussian:0.1"))
+    with modes[context]:
+        for step in range(3):
+            memory.update(isotropic(15, 8, step, torch.float32).requires_grad_(context == "grad"))
+    memory.update(isotropic(15, 8, 9, torch.float32))  # and outside afterwards
+    assert not memory.embeddings.requires_grad
+    plain = WorkingMemory(20, 8, Duel("gaussian:0.1"))
+    for step in (0, 1, 2, 9):
+        plain.update(isotropic(15, 8, step, torch.float32))
+    assert torch.equal(memory.embeddings, plain.embeddings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes(dtype):
+    memory = WorkingMemory(20, 16, Duel("gaussian"), dtype=dtype)
+    for step in range(3):
+        memory.update(isotropic(15, 16, step, torch.float32).to(dtype))
+    assert memory.embeddings.dtype == dtype
+    assert (memory.expected_duplicates() - duel.expected_duplicates(memory.embeddings, "gaussian")).abs().max() < 1e-4
+
+
+def test_moves_and_copies():
+    memory = WorkingMemory(6, 8, Duel())
+    memory.update(isotropic(9, 8, 0, torch.float32))
+    twin = copy.deepcopy(memory).to("cpu")
+    assert (
+        twin.update(isotropic(3, 8, 1, torch.float32)).tolist()
+        == memory.update(isotropic(3, 8, 1, torch.float32)).tolist()
+    )
+
+
+def test_normalises_only_when_asked():
+    rows = torch.randn(5, 8) * 3
+    with pytest.raises(UserError, match="unit length"):
+        WorkingMemory(5, 8).update(rows)
+    memory = WorkingMemory(5, 8, normalize=True)
+    memory.update(rows)
+    assert torch.allclose(memory.embeddings, normalize(rows, dim=1))
+
+
+good = isotropic(3, 8, 0, torch.float32)
+BAD = {
+    "rank": ({"embeddings": good[0]}, r"embeddings must have shape \(n, 8\)"),
+    "dim": ({"embeddings": torch.ones(3, 7)}, r"got \(3, 7\)"),
+    "nan": ({"embeddings": torch.where(torch.arange(3)[:, None] == 1, float("nan"), good)}, "row 1 is not finite"),
+    "inf": ({"embeddings": torch.where(torch.arange(3)[:, None] == 2, float("inf"), good)}, "row 2 is not finite"),
+    "length": ({"embeddings": good * 1.01}, "row 0 has length 1.01"),
+    "missing": ({"id": None}, r"payload must be \['id', 'image'\]"),
+    "extra": ({"label": torch.zeros(3)}, "got .*label"),
+    "shape": ({"image": torch.zeros(3, 3, 4, 4, dtype=torch.uint8)}, "image must be"),
+    "dtype": ({"id": torch.zeros(3)}, "id must be torch.int64"),
+    "device": ({"embeddings": good.to("meta")}, "is on meta, the memory on cpu"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named_and_leaves_the_memory_unchanged(case):
+    change, message = BAD[case]
+    memory = WorkingMemory(10, 8, Duel(), PAYLOAD)
+    for step in range(2):
+        offer(memory, items(9, step))
+    before = copy.deepcopy(memory.state_dict())
+    batch = {**items(3, 3), "embeddings": good, **change}
+    batch = {k: v for k, v in batch.items() if v is not None}
+    with pytest.raises(UserError, match=message):
+        memory.update(batch.pop("embeddings"), **batch)
+    for key, value in memory.state_dict().items():
+        assert torch.equal(value, before[key]) if isinstance(value, torch.Tensor) else value == before[key]
+
+
+def test_bad_construction_and_refresh():
+    for kwargs, message in [
+        ({"size": 0}, "size must be"),
+        ({"dim": 0}, "dim must be"),
+        ({"size": 2.5}, "size must be"),
+        ({"policy": "fivo"}, "did you mean 'fifo'"),
+        ({"policy": 3}, "policy must be a name"),
+        ({"policy_dim": -1}, "policy_dim must be"),
+        ({"dtype": torch.int64}, "floating-point"),
+        ({"payload": {"evicted": ((), torch.int64)}}, "cannot be used"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            WorkingMemory(**{"size": 4, "dim": 8, **kwargs})
+    memory = WorkingMemory(4, 8)
+    memory.update(isotropic(3, 8, 0))
+    for slots, message in [([0, 0], "differ"), ([0, 3], "between 0 and 2"), ([-1, 0], "between"), ([0], "int64")]:
+        with pytest.raises(UserError, match=message):
+            memory.refresh(torch.tensor(slots), isotropic(2, 8, 1))
+    with pytest.raises(UserError, match="keeps no 'label'"):
+        memory["label"]
+
+
+def test_a_state_of_another_memory_is_refused_whole():
+    memory = WorkingMemory(4, 8, Duel())
+    memory.update(isotropic(4, 8, 0))
+    before = memory.embeddings.clone()
+    for other, message in [
+        (WorkingMemory(5, 8, Duel()), "another memory"),
+        (WorkingMemory(4, 6, Duel()), "another memory"),
+        (WorkingMemory(4, 8, "fifo"), "another kind"),
+        (WorkingMemory(4, 8, Duel("gaussian")), "score"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            memory.load_state_dict(other.state_dict())
+        assert torch.equal(memory.embeddings, before)
+
+
+def test_a_duel_memory_evens_out_clusters():
+    """What it is for: ×27 in, nearly even out; a queue keeps the bias."""
+    shares = {}
+    for name, policy in {"fifo": "fifo", "duel": Duel("gaussian:0.1")}.items():
+        memory = WorkingMemory(200, 16, policy, {"id": ((), torch.int64)})
+        rows, labels = clusters(4000, 16, 0, spread=0.3)
+        for start in range(0, 4000, 100):
+            memory.update(rows[start : start + 100].float(), id=torch.arange(start, start + 100))
+        shares[name] = labels[memory["id"]].bincount(minlength=10).double().div(200)
+    assert shares["fifo"].max() > 0.6
+    assert shares["duel"].max() < 0.2
+    assert shares["duel"].min() > 0.05

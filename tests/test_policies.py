@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import duel
+from duel import WorkingMemory
+from duel.errors import UserError
+from duel.hashing import uniform
+from duel.policies import AdaptiveDuel, Duel, Fifo, MinRed, Policy, Random, Reservoir
+from duel.policies.minred import _on_device
+from pools import clusters, isotropic
+
+
+class Newest(Policy):
+    """The README's policy: a FIFO queue of one's own."""
+
+    def attach(self, memory):
+        super().attach(memory)
+        self.register_buffer("cursor", torch.zeros((), dtype=torch.int64))
+
+    def choose(self, memory, incoming):
+        slots = (self.cursor + torch.arange(len(incoming), device=incoming.device)) % memory.size
+        self.cursor += len(incoming)
+        return slots
+
+
+def test_a_policy_of_ones_own():
+    own, ours = WorkingMemory(10, 8, Newest()), WorkingMemory(10, 8, "fifo")
+    for step, count in enumerate([4, 9, 25, 1, 3]):
+        batch = isotropic(count, 8, step)
+        assert own.update(batch).tolist() == ours.update(batch).tolist()
+    resumed = WorkingMemory(10, 8, Newest())
+    resumed.load_state_dict(own.state_dict())
+    assert resumed.update(isotropic(3, 8, 9)).tolist() == own.update(isotropic(3, 8, 9)).tolist()
+
+
+def test_fifo_is_a_queue():
+    memory = WorkingMemory(5, 8, "fifo", {"id": ((), torch.int64)})
+    number = 0
+    for count in (3, 4, 12, 2):
+        memory.update(isotropic(count, 8, count), id=torch.arange(number, number + count))
+        number += count
+        assert sorted(memory["id"].tolist()) == list(range(max(0, number - 5), number))
+
+
+def test_a_policy_belongs_to_one_memory():
+    for policy in (Duel(), Fifo(), AdaptiveDuel()):
+        WorkingMemory(4, 8, policy)
+        with pytest.raises(UserError, match="policy of its own"):
+            WorkingMemory(4, 8, policy)
+
+
+def test_reservoir_holds_a_uniform_sample_of_all_seen():
+    """500 reservoirs of 10 over 100 items: every item is held 50 times, give or take."""
+    held = torch.zeros(100)
+    rows = isotropic(100, 4, 0)
+    for seed in range(500):
+        memory = WorkingMemory(10, 4, Reservoir(seed=seed), {"id": ((), torch.int64)})
+        for start in range(0, 100, 25):
+            memory.update(rows[start : start + 25], id=torch.arange(start, start + 25))
+        held[memory["id"]] += 1
+    deviation = (50 * 0.9) ** 0.5
+    assert (held - 50).abs().max() < 4.5 * deviation
+    assert abs(float(held[:10].mean()) - 50) < 3 * deviation / 10**0.5  # the first ones are no better off
+    assert 0.7 < float(held.std()) / deviation < 1.3
+
+
+def test_random_uses_every_slot_alike():
+    memory = WorkingMemory(8, 4, Random(seed=1))
+    memory.update(isotropic(8, 4, 0))
+    slots = torch.cat([memory.update(isotropic(100, 4, s)) for s in range(40)])
+    counts = slots.bincount(minlength=8)
+    assert (counts - 500).abs().max() < 5 * (500 * 7 / 8) ** 0.5
+
+
+def test_hashed_draws_are_uniform_and_differ_between_seeds():
+    a, b = (uniform(seed, torch.arange(100_000)) for seed in (0, 1))
+    for draw in (a, b):
+        assert draw.min() >= 0
+        assert draw.max() < 1
+        assert abs(float(draw.mean()) - 0.5) < 5 / (12 * 100_000) ** 0.5
+        assert (draw.mul(20).long().bincount() - 5000).abs().max() < 5 * 5000**0.5
+    assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.02
+    assert abs(float(torch.corrcoef(torch.stack([a[:-1], a[1:]]))[0, 1])) < 0.02
+
+
+def slow_minred(memory, incoming):
+    memory, slots = memory.clone(), []
+    for item in incoming:
+        cosines = memory @ memory.T
+        cosines.fill_diagonal_(-2)
+        slots.append(int(cosines.max(1).values.argmax()))
+        memory[slots[-1]] = item
+    return slots
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_minred_evicts_the_closest_nearest_neighbour(seed):
+    rows = clusters(40, 8, seed)[0]
+    memory = WorkingMemory(25, 8, MinRed(), dtype=torch.float64)
+    memory.update(rows[:25])
+    incoming = clusters(30, 8, seed + 50)[0]
+    want = slow_minred(rows[:25], incoming)
+    assert memory.update(incoming).tolist() == want
+    # the form that runs on a GPU
+    cosines = rows[:25] @ rows[:25].T
+    cosines.fill_diagonal_(-2)
+    assert _on_device(cosines, rows[:25].clone(), incoming, torch.zeros(30, dtype=torch.bool)).tolist() == want
+
+
+def test_minred_says_how_large_it_can_be():
+    with pytest.raises(UserError, match="limited to 16,384"):
+        WorkingMemory(20_000, 2, MinRed())
+
+
+def test_at_once_takes_the_most_duplicated_slots_and_keeps_count():
+    memory = WorkingMemory(20, 8, Duel("quadratic", at_once=True), dtype=torch.float64)
+    memory.update(isotropic(20, 8, 0))
+    n = duel.expected_duplicates(memory.embeddings, "quadratic")
+    slots = memory.update(isotropic(6, 8, 1))
+    assert slots.tolist() == n.argsort(descending=True)[:6].tolist()
+    assert (memory.expected_duplicates() - duel.expected_duplicates(memory.embeddings, "quadratic")).abs().max() < 1e-9
+    assert memory.update(isotropic(50, 8, 2)).shape == (50,)  # more than it has slots
+    assert (memory.expected_duplicates() - duel.expected_duplicates(memory.embeddings, "quadratic")).abs().max() < 1e-9
+
+
+def test_bad_settings_are_named():
+    for make, message in [
+        (lambda: Duel(admit="never"), "unknown admit mode"),
+        (lambda: Duel(engine="cuda"), "unknown engine"),
+        (lambda: Duel("gausian"), "did you mean 'gaussian'"),
+        (lambda: Duel(at_once=True, admit="compete"), "nothing competes"),
+        (lambda: Fifo(max_age=0), "max_age must be at least 1"),
+        (lambda: AdaptiveDuel(target=2), "target must be"),
+        (lambda: AdaptiveDuel("linear"), "unknown kind"),
+        (lambda: AdaptiveDuel(every=0), "every must be"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            make()
+
+
+def evenness(policy, spread, *, size=256, updates=40, seed=0):
+    """Entropy of the clusters in memory over its maximum, after a ×27 stream."""
+    memory = WorkingMemory(size, 32, policy, {"id": ((), torch.int64)})
+    rows, labels = clusters(size + 64 * updates, 32, seed, spread=spread)
+    for first in range(0, rows.shape[0], 64):
+        batch = rows[first : first + 64].float()
+        memory.update(batch, id=torch.arange(first, first + len(batch)))
+        memory.learn()
+    share = labels[memory["id"]].bincount(minlength=10).double() / size
+    return float(-(share * share.clamp(min=1e-12).log()).sum() / torch.tensor(10.0).log())
+
+
+SPREADS = (0.1, 0.3, 1.0)  # ten times apart
+
+
+def test_the_adaptive_width_beats_linear_and_every_fixed_one_across_spreads():
+    adaptive = sum(evenness(AdaptiveDuel(every=5), s) for s in SPREADS) / len(SPREADS)
+    fixed = {
+        score: sum(evenness(Duel(score), s) for s in SPREADS) / len(SPREADS)
+        for score in ("linear", "exponential:0.05", "exponential:0.1", "exponential:0.2", "exponential:0.4")
+    }
+    assert adaptive > max(fixed.values()), (adaptive, fixed)
+
+
+def test_the_adaptive_width_follows_the_spread():
+    taus = []
+    for spread in SPREADS:
+        memory = WorkingMemory(256, 32, AdaptiveDuel(every=1))
+        memory.update(clusters(256, 32, 0, spread=spread)[0].float())
+        memory.learn()
+        taus.append(memory.policy.tau)
+    assert taus[0] < taus[1] < taus[2]
+
+
+def test_importing_duel_is_light():
+    """torch and nothing slow: timm, lightning, torchvision, scikit-learn and matplotlib load only where used."""
+    code = (
+        "import duel, sys; duel.WorkingMemory, duel.replace, duel.policies, duel.scores;"
+        "heavy = {'timm', 'lightning', 'torchvision', 'sklearn', 'matplotlib', 'scipy', 'PIL', 'triton.language'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
