@@ -99,6 +99,8 @@ class TrainConfig:
     """The other keys of the batch are negatives too (moco)."""
     batchnorm_groups: int | None = None
     """Groups of the batch that BatchNorm normalises separately (moco)."""
+    key_batchnorm: Literal["batch", "running"] | None = None
+    """Statistics that normalise the keys: of their batch, or running ones (moco)."""
     predictor_hidden: int | None = None
     """Width of the predictor (simsiam, byol)."""
 
@@ -139,6 +141,8 @@ class TrainConfig:
     """auto: bf16 (mixed) on a GPU, fp32 on the CPU."""
     compile: bool = field(default=False, metadata=_FREE)
     """Compile the encoder with torch.compile (slow to start, then faster)."""
+    graph: bool = field(default=True, metadata=_FREE)
+    """On a GPU, record the step as one CUDA graph and replay it; eager where that fails, or on a CPU."""
 
     # Watching and saving -----------------------------------------------------------------------------------
     log_every: int = field(default=50, metadata=_FREE)
@@ -271,6 +275,7 @@ _METHOD_SETTINGS = (
     "symmetric",
     "in_batch_negatives",
     "batchnorm_groups",
+    "key_batchnorm",
     "predictor_hidden",
 )
 

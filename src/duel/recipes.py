@@ -20,7 +20,7 @@ _STANDARD: dict[str, dict[str, Any]] = {
         "temperature": 0.1,
         "key_momentum": 0.99,
         "symmetric": True,
-        "batchnorm_groups": 8,
+        "key_batchnorm": "running",
         "memory_size": 4096,
     },
     "simsiam": {"dim": 2048, "hidden": 2048, "projection_norm": "all", "predictor_hidden": 512},

@@ -17,6 +17,7 @@ from .config import TrainConfig
 from .data.augment import Augment
 from .encoders import Encoder, encoder
 from .errors import UserError
+from .graph import Graph
 from .inputs import Inputs
 from .methods import Method, build, settings_of
 from .optimizers import Schedule, build_optimizer
@@ -81,10 +82,21 @@ class TrainingStep:
         self._loss_sum = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
         self._loss_steps = 0
         self._bad_step = torch.full((1,), -1, dtype=torch.int64, device=device)  # first step with a non-finite loss
+        self.graph = Graph(self.compute, device, self.generator) if config.graph and device.type == "cuda" else None
+        self._encoded_per_step = 0
 
     def __call__(self) -> None:
         self.stream.next(out=(self.images, self.ids))
-        self.compute()
+        if self.graph is None:
+            self.compute()
+        else:
+            before = self.images_encoded
+            if self.graph():
+                self.images_encoded += self._encoded_per_step  # the hooks that count do not run in a replay
+            else:
+                self._encoded_per_step = self.images_encoded - before
+        if self.memory is not None:
+            self.memory.learn()  # counts on the host, so not part of what is recorded
         self._loss_steps += 1
         self.done += 1
 
@@ -131,7 +143,6 @@ class TrainingStep:
             self.memory.update(self.embed(self.images), id=self.ids, image=self.images)
         else:
             self.memory.update(embeddings, id=self.ids)
-        self.memory.learn()
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> Tensor:

@@ -111,6 +111,7 @@ class _Loop:
         self.before = seconds
         self.began = time.monotonic()
         self.metrics: dict[str, float] = {}
+        self._mentioned = False
         self.saved_at = step.done if checkpoint.checkpoints(self.folder) else -1
 
     @property
@@ -142,6 +143,7 @@ class _Loop:
                 last = step.done == step.steps
                 if step.done % config.log_every == 0 or last:
                     self._log(log, last)
+                    self._mention_graph(log)
                 if step.done % config.checkpoint_every == 0 and not last:
                     self._save(log, must=False)
             if self.saved_at != step.done:
@@ -153,6 +155,12 @@ class _Loop:
                     f"Continue with: duel train --out {self.out} --resume"
                 )
         return RunResult(self.out, step.done, finished, self.metrics, self.seconds)
+
+    def _mention_graph(self, log: RunLog) -> None:
+        graph = self.step.graph
+        if graph is not None and graph.why_not is not None and not self._mentioned:
+            log.say(f"the step cannot be recorded as a CUDA graph and runs eagerly: {graph.why_not}")
+            self._mentioned = True
 
     def _step(self) -> None:
         try:

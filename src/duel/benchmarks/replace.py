@@ -162,9 +162,8 @@ def report(
 
 def table(rows: Sequence[dict[str, Any]]) -> Any:
     """The figures in milliseconds; a dash where one was not taken."""
-    from rich.table import Table
-
     from rich.box import SIMPLE
+    from rich.table import Table
 
     columns = {
         "reference": "reference_ms", "scratch": "scratch_ms", "carried": "carried_ms", "update": "update_ms",
@@ -172,8 +171,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Any:
     }  # fmt: skip
     shown = Table(
         title="Replacing a batch, ms",
-        caption="reference: the paper's loop; scratch, carried: replace() without and with N of the last batch; update,\n"
-        "FIFO: WorkingMemory.update; ratio: reference / update; same: victims equal to the reference's",
+        caption="reference: the paper's loop; scratch, carried: replace() without and with N of the last batch; "
+        "update, FIFO: WorkingMemory.update; ratio: reference / update; same: victims equal to the reference's",
         box=SIMPLE,
         pad_edge=False,
         padding=(0, 1, 0, 0),
