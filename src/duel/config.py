@@ -113,6 +113,10 @@ class TrainConfig:
     """Collision score of the duel policy: linear, quadratic, gaussian:TAU, exponential:TAU."""
     admit: Literal["always", "compete"] = "always"
     """always: every newcomer takes a slot. compete: a newcomer may be the duplicate and be turned away."""
+    at_once: bool = False
+    """The duel policy evicts the most duplicated slots of a whole batch in one go: cheaper, not the same result."""
+    max_age: int | None = None
+    """Items leave the memory after this many steps at the latest; None: never for that reason."""
     refresh: int = 0
     """Slots re-encoded after each step, stalest first; memory_size re-encodes all."""
 
@@ -165,7 +169,7 @@ class TrainConfig:
                 raise UserError(suggest(f.name, getattr(self, f.name), choices))
         for name in ("batch_size", "dwell", "dim", "memory_size", "log_every", "checkpoint_every", "keep"):
             _at_least(self, name, 1)
-        for name in ("steps", "image_size", "hidden", "batchnorm_groups", "predictor_hidden"):
+        for name in ("steps", "image_size", "hidden", "batchnorm_groups", "predictor_hidden", "max_age"):
             if getattr(self, name) is not None:
                 _at_least(self, name, 1)
         for name in ("seed", "warmup", "refresh", "knn_every", "weight_decay", "bias_class"):

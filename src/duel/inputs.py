@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +16,10 @@ from .data.sources import Source, Stats, load, statistics
 from .data.stream import Stream
 from .errors import UserError
 from .runs import SUBSET
+
+if TYPE_CHECKING:
+    from .instruments import Instruments
+    from .memory import WorkingMemory
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,26 @@ class Inputs:
             weights=self.weights,
             dwell=config.dwell,
             workers=config.workers,
+        )
+
+    def instruments(self, config: TrainConfig, memory: WorkingMemory | None) -> Instruments | None:
+        """What watches the memory of a run, if it has one."""
+        from .instruments import Instruments
+
+        if memory is None:
+            return None
+        labels = self.train.labels
+        largest = None
+        if labels is not None:
+            shown = labels if self.ids is None else labels[self.ids.cpu()]
+            share = self.weights if self.weights is not None else shown.bincount() / len(shown)
+            largest = float(share.max())
+        return Instruments(
+            memory,
+            labels=labels,
+            classes=len(self.train.classes),
+            stream_largest=largest,
+            per_update=config.batch_size,
         )
 
     def save_subset(self, run: Path) -> None:

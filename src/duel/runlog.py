@@ -125,9 +125,16 @@ class RunLog:
             raise UserError(f"cannot write {self._path}: {error.strerror or error}") from error
 
 
-_SHOWN = ("loss", "lr", "steps_per_s", "knn", "memory_largest")
-_SHORT = {"steps_per_s": "steps/s", "memory_largest": "largest class in memory"}
-_FORMAT = {"loss": ".4f", "lr": ".2g", "steps_per_s": ".1f", "knn": ".1%", "memory_largest": ".0%"}
+_SHOWN = ("loss", "lr", "steps_per_s", "knn", "memory_largest", "memory_turnover")
+_SHORT = {"steps_per_s": "steps/s", "memory_largest": "largest class in memory", "memory_turnover": "turnover"}
+_FORMAT = {
+    "loss": ".4f",
+    "lr": ".2g",
+    "steps_per_s": ".1f",
+    "knn": ".1%",
+    "memory_largest": ".0%",
+    "memory_turnover": ".0%",
+}
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:

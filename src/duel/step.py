@@ -77,6 +77,7 @@ class TrainingStep:
 
         self.images = torch.zeros(config.batch_size, *image_shape, dtype=torch.uint8, device=device)
         self.ids = torch.zeros(config.batch_size, dtype=torch.int64, device=device)
+        self.anchor_ids = torch.zeros_like(self.ids)  # of the last batch trained on; the stream's, or drawn from memory
         self.done = 0  # finished steps, as the host counts them
         self._count = torch.zeros(1, dtype=torch.int64, device=device)  # the same on the device
         self._loss_sum = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
@@ -103,6 +104,7 @@ class TrainingStep:
     def compute(self) -> None:
         """The step proper, from the batch that the stream has put into `images` and `ids`."""
         images, ids = self._sample()
+        self.anchor_ids.copy_(ids)
         with torch.no_grad():
             views = self.augment.views(images, 2, self.generator)
             first, second = (view.contiguous(memory_format=self.layout) for view in views)
@@ -270,9 +272,14 @@ def build_memory(config: TrainConfig, image_shape: tuple[int, int, int], device:
 def build_policy(config: TrainConfig) -> Policy:
     from . import policies
 
-    name = config.memory_policy
+    name, max_age = config.memory_policy, config.max_age
+    if name not in policies.POLICIES:
+        return policies.get(name)  # says which there are
+    given: dict[str, Any] = {"max_age": max_age}
     if name == "duel":
-        return policies.Duel(config.score, admit=config.admit)
-    if name in ("random", "reservoir"):
-        return {"random": policies.Random, "reservoir": policies.Reservoir}[name](seed=config.seed)
-    return policies.get(name)
+        given |= {"score": config.score, "admit": config.admit, "at_once": config.at_once}
+    elif name == "adaptive":
+        given |= {"admit": config.admit}
+    elif name in ("random", "reservoir"):
+        given |= {"seed": config.seed}
+    return policies.POLICIES[name](**given)

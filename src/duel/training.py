@@ -112,6 +112,7 @@ class _Loop:
         self.began = time.monotonic()
         self.metrics: dict[str, float] = {}
         self._mentioned = False
+        self.instruments = inputs.instruments(config, step.memory)
         self.saved_at = step.done if checkpoint.checkpoints(self.folder) else -1
 
     @property
@@ -171,8 +172,7 @@ class _Loop:
             raise self._astray(self.step.bad_step()) from error
 
     def _columns(self) -> list[str]:
-        labelled = self.inputs.train.labels is not None
-        memory = ["memory_largest", "memory_entropy"] if self.step.memory is not None and labelled else []
+        memory = [] if self.instruments is None else self.instruments.columns
         return ["loss", "lr", "epoch", "steps_per_s", *memory, *(["knn"] if self.inputs.test is not None else [])]
 
     def _log(self, log: RunLog, last: bool) -> None:
@@ -187,22 +187,20 @@ class _Loop:
             "lr": step.lr_at(step.done - 1),
             "epoch": step.done * self.config.batch_size / self.inputs.items,
             "steps_per_s": steps / max(elapsed, 1e-9),
-            **self._look_at_memory(),
         }
+        if self.instruments is not None:
+            since = (
+                step.done - 1
+            ) % self.config.log_every + 1  # the last line, also where a resumed run did not write it
+            held = self.instruments.read(step.anchor_ids, since)
+            self.metrics |= held
+            for message in self.instruments.warnings(held):
+                log.say(f"warning: {message}")
         every = self.config.knn_every
         if self.inputs.test is not None and every and (step.done % every < self.config.log_every or last):
             self.metrics["knn"] = self._knn()
         log.log(step.done, self.metrics)
         self._tick = (time.monotonic(), step.done)
-
-    def _look_at_memory(self) -> dict[str, float]:
-        from .evaluation import memory as measures
-
-        memory, labels = self.step.memory, self.inputs.train.labels
-        if memory is None or labels is None or len(self.inputs.train.classes) < 2:
-            return {}
-        found = measures.measure(memory["id"], labels, len(self.inputs.train.classes))
-        return {"memory_largest": float(found["largest_share"]), "memory_entropy": float(found["class_entropy"])}
 
     def _knn(self) -> float:
         from .evaluation import online_knn
