@@ -8,7 +8,16 @@ import torch
 from duel import scores
 from duel.errors import UserError
 
-ALL = ["linear", "quadratic", "gaussian", "gaussian:0.1", "exponential", "exponential:0.5", "gaussian:0.001"]
+ALL = [
+    "linear",
+    "quadratic",
+    "gaussian",
+    "gaussian:0.1",
+    "exponential",
+    "exponential:0.5",
+    "gaussian:0.001",
+    "linear+gaussian:0.01",
+]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -75,3 +84,13 @@ def test_by_name_object_and_callable():
 def test_bad_scores_are_refused(given, message):
     with pytest.raises(UserError, match=message):
         scores.get(given)
+
+
+def test_a_mix_is_the_mean_of_its_parts():
+    x = torch.linspace(-1, 1, 101, dtype=torch.float64)
+    mixed = scores.get("gaussian:0.1+exponential:0.01")
+    assert torch.allclose(mixed(x), (scores.gaussian(0.1)(x) + scores.exponential(0.01)(x)) / 2)
+    assert mixed == scores.mix("gaussian:0.1", scores.exponential(0.01))
+    assert mixed != scores.gaussian(0.1)
+    with pytest.raises(UserError, match="did you mean 'gaussian'"):
+        scores.get("gausian+linear")

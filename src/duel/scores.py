@@ -1,7 +1,8 @@
 """h: from the cosine of two embeddings to the probability that they are duplicates.
 
 Every score maps -1 to 0 and 1 to 1 and never decreases in between. A score is given by object (`gaussian(0.1)`), by
-name (`"gaussian"`), by name and width (`"gaussian:0.1"`) or as any callable with those properties.
+name (`"gaussian"`), by name and width (`"gaussian:0.1"`), as a mix (`"gaussian:0.1+gaussian:0.001"`) or as any callable
+with those properties.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Score:
     | gaussian    | exp(width · (1 - x)²)   | exp(-(x - 1)² / τ), rescaled; paper τ = 1      |
     | exponential | exp(width · (1 - x))    | not in the paper: a sharper one                |
     | callable    | the user's              |                                                |
+    | mix         | mean of several scores  | not in the paper: a broad one and a sharp one  |
 
     `width`, `floor` and `scale` are numbers, or 0-dim tensors on the embeddings' device where a policy moves them.
     """
@@ -71,7 +73,9 @@ class Score:
         return self.name
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Score) and other.name == self.name and other.function is self.function
+        if not isinstance(other, Score) or other.name != self.name:
+            return False
+        return self.kind != "callable" or self.function is other.function
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -104,6 +108,21 @@ def exponential(tau: float = 0.05) -> Score:
     return _with_width("exponential", tau)
 
 
+def mix(*parts: Score | str) -> Score:
+    """The mean of several scores. A broad one tells classes apart, a sharp one near-duplicates; their mix does both."""
+    if not parts:
+        raise UserError("mix needs at least one score")
+    scores = [get(part) for part in parts]
+
+    def mean(cosines: Tensor) -> Tensor:
+        total = scores[0](cosines)
+        for score in scores[1:]:
+            total = total + score(cosines)
+        return total / len(scores)
+
+    return Score("+".join(score.name for score in scores), "mix", function=mean)
+
+
 NAMES = ("linear", "quadratic", "gaussian", "exponential")
 
 
@@ -121,6 +140,8 @@ def get(score: Any) -> Score:
 
 
 def _from_name(text: str) -> Score:
+    if "+" in text:
+        return mix(*text.split("+"))
     name, _, tau = text.partition(":")
     if name not in NAMES:
         raise UserError(suggest("score", name, NAMES))

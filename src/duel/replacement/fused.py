@@ -36,7 +36,7 @@ def unavailable(memory: Tensor, score: Score) -> str | None:
         return "Triton is not installed"
     if not memory.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the memory is on {memory.device.type}, not on a CUDA device"
-    if score.kind == "callable" and memory.shape[0] > WHOLE_LIMIT:
+    if score.function is not None and memory.shape[0] > WHOLE_LIMIT:
         return f"a score of your own is limited to {WHOLE_LIMIT:,} slots there"
     return None
 
