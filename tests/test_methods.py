@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from duel.encoders import Encoder, encoder
 from duel.errors import UserError
 from duel.methods import METHODS, Method, MoCo, SimCLR, SimSiam, build, settings_of
-from duel.methods.base import evaluating
 from duel.methods.moco import SplitBatchNorm, split_batchnorm
+from duel.modes import evaluating
 
 B, DIM = 8, 16
 

@@ -160,18 +160,6 @@ def reestimated_batchnorm(
                 buffer.copy_(buffers[name])
 
 
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; afterwards each part has the mode it had."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-
-
 def fingerprint(*parts: Any) -> str:
     """Hex digest of tensors (by content), modules (architecture and state) and anything else (by its repr)."""
     digest = hashlib.sha256()

@@ -20,7 +20,6 @@ from duel.evaluation.features import (
     balanced_ids,
     batchnorms,
     describe_source,
-    evaluating,
     extract,
     fingerprint,
     image_batches,
@@ -32,6 +31,7 @@ from duel.evaluation.probe import linear_probe, nearest_centroid
 from duel.evaluation.progress import ProgressLike, bars
 from duel.evaluation.rates import Rates, check_labels
 from duel.evaluation.settings import DEFAULTS, EvaluationSettings
+from duel.modes import evaluating
 
 if TYPE_CHECKING:
     from duel.data.sources import Source

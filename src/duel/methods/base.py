@@ -6,7 +6,6 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from ..encoders import Encoder
 from ..errors import UserError
 from ..losses import unit
+from ..modes import evaluating
 
 
 class NegativeSource(Protocol):
@@ -139,18 +139,6 @@ def cosine_rate(momentum: float, progress: Tensor | float) -> Tensor | float:
     if isinstance(progress, Tensor):
         return (torch.cos(progress * math.pi) + 1) * ((1 - momentum) / 2)
     return (1 - momentum) * (math.cos(math.pi * progress) + 1) / 2
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """`module` in evaluation mode inside the block; every submodule back in its own mode after it."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def check_range(name: str, value: float, low: float, high: float = math.inf, *, open_low: bool = False) -> None:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ..encoders import Encoder
 from ..errors import UserError
 from ..losses import info_nce, unit
-from .base import Method, NegativeSource, StepOutput, check_range, evaluating, follow, momentum_copy
+from ..modes import evaluating
+from .base import Method, NegativeSource, StepOutput, check_range, follow, momentum_copy
 
 
 class MoCo(Method):
