@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from duel import policies
+from duel.checks import PayloadSpec, acceptable_rows, check_payload, check_rows
 from duel.errors import UserError
 from duel.hashing import uniform
-from duel.replacement import acceptable_rows, check_rows, expected_duplicates
-
-PayloadSpec = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+from duel.replacement import expected_duplicates
+from duel.slots import first_newcomer, last_newcomer
 
 
 class Evicted(NamedTuple):
@@ -167,7 +167,7 @@ class WorkingMemory(nn.Module):
         With evicted=True returns (slots, Evicted): what left, copied before it was overwritten.
         """
         newcomers, compared, accepted = self._examine(embeddings, policy_embeddings)
-        self._check_payload(payload, newcomers.shape[0])
+        check_payload(payload, self.payload, newcomers.shape[0], self._embeddings.device)
         self._clock += 1
         count = newcomers.shape[0]
         filling = min(count, self.size - self._filled)
@@ -272,11 +272,8 @@ class WorkingMemory(nn.Module):
 
         Every row named for a slot writes the same final value, so the order of the writes does not matter.
         """
-        last = torch.full((self.size,), -1, dtype=torch.int64, device=slots.device)
-        order = torch.arange(slots.shape[0], device=slots.device)
-        last.scatter_reduce_(0, slots.clamp(min=0), torch.where(slots >= 0, order, -1), "amax")
         at = slots.clamp(min=0)
-        winner = last[at]
+        winner = last_newcomer(slots, self.size)[at]
         wins, winner = winner >= 0, winner.clamp(min=0)
 
         def store(target: Tensor, values: Tensor) -> None:
@@ -321,10 +318,8 @@ class WorkingMemory(nn.Module):
 
     def _note_evicted(self, gone: Evicted, residents: Tensor, slots: Tensor, filling: int, before: int) -> None:
         """Copy what the chosen slots hold now; only the first newcomer to take a slot displaces an earlier resident."""
-        first = torch.full((self.size,), slots.shape[0], dtype=torch.int64, device=slots.device)
-        order = torch.arange(slots.shape[0], device=slots.device)
-        at = slots.clamp(min=0)
-        first.scatter_reduce_(0, at, torch.where(slots >= 0, order, slots.shape[0]), "amin")
+        at, order = slots.clamp(min=0), torch.arange(slots.shape[0], device=slots.device)
+        first = first_newcomer(slots, self.size)
         # items that filled their slot in this same update were not in memory before it
         gone.valid[filling:] = (slots >= 0) & (first[at] == order) & ((at < before) | (before == self.size))
         gone.embeddings[filling:] = residents[at]
@@ -355,16 +350,6 @@ class WorkingMemory(nn.Module):
 
     def _normalised(self, vectors: Tensor) -> Tensor:
         return torch.nn.functional.normalize(vectors, dim=-1) if self.normalize else vectors
-
-    def _check_payload(self, payload: dict[str, Tensor], count: int) -> None:
-        if payload.keys() != self.payload.keys():
-            raise UserError(f"payload must be {sorted(self.payload)}, got {sorted(payload)}")
-        for name, (shape, dtype) in self.payload.items():
-            values = payload[name]
-            if values.shape != (count, *shape) or values.dtype != dtype:
-                raise UserError(f"{name} must be {dtype} {(count, *shape)}, got {values.dtype} {tuple(values.shape)}")
-            if values.device != self._embeddings.device:
-                raise UserError(f"{name} is on {values.device}, the memory on {self._embeddings.device}")
 
     def check(self) -> None:
         """Raise if rows were turned away on the device since the last reset (reads the device)."""

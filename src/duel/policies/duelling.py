@@ -98,7 +98,11 @@ class Duel(Policy):
         return torch.cat(chosen)
 
     def refreshed(self, memory: WorkingMemory, slots: Tensor, old: Tensor, taken: Tensor | None = None) -> None:
-        if self._counted:
+        if not self._counted:
+            return
+        if 2 * slots.shape[0] >= memory.size:  # three products of this many columns cost more than counting anew
+            self.duplicates.copy_(expected_duplicates(memory.compared, self.score))
+        else:
             self._exchange(memory.compared, slots, old, taken)
 
     def _exchange(self, compared: Tensor, slots: Tensor, old: Tensor, taken: Tensor | None) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from duel import scores
+from duel.checks import check_rows
 from duel.errors import UserError, suggest
 from duel.replacement.dense import replace_dense
 from duel.replacement.reference import replace_reference
@@ -112,33 +113,3 @@ def _engine(engine: str, admit: str, memory: Tensor, score: scores.Score) -> Any
             raise UserError(f"engine 'fused' cannot run here: {why_not}; use engine='auto' or 'dense'")
         return fused.replace_fused
     return fused.replace_fused if memory.is_cuda and not fused.unavailable(memory, score) else replace_dense
-
-
-def unit_tolerance(dtype: torch.dtype) -> float:
-    """How far from 1 the length of a normalised row may be: a few roundings of the dtype it is held in."""
-    return max(1e-4, 4 * torch.finfo(dtype).eps)
-
-
-def check_rows(rows: Tensor, name: str, dim: int, device: torch.device) -> None:
-    """Shape, device and dtype always; finite and unit length where looking at the values costs no synchronisation."""
-    if rows.dim() != 2 or rows.shape[1] != dim:
-        raise UserError(f"{name} must have shape (n, {dim}), got {tuple(rows.shape)}")
-    if rows.device != device:
-        raise UserError(f"{name} is on {rows.device}, the memory on {device}; move one of them with .to()")
-    if not rows.is_floating_point():
-        raise UserError(f"{name} must be floating point, got {rows.dtype}")
-    if rows.device.type == "cpu":
-        bad = ~acceptable_rows(rows)
-        if bool(bad.any()):
-            at = int(bad.nonzero()[0])
-            length = float(rows[at].double().norm())
-            said = f"has length {length:g}" if length == length and length != float("inf") else "is not finite"
-            raise UserError(
-                f"{name} must hold finite rows of unit length: row {at} {said}; use torch.nn.functional.normalize"
-            )
-
-
-def acceptable_rows(rows: Tensor) -> Tensor:
-    """bool (n,): finite and of unit length. NaN compares false."""
-    length: Tensor = torch.linalg.vector_norm(rows.to(compute_dtype(rows)), dim=1)
-    return (length - 1.0).abs() <= unit_tolerance(rows.dtype)

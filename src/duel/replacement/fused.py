@@ -17,6 +17,7 @@ from torch import Tensor
 
 from duel.replacement.units import CHUNK_ELEMENTS, SHORTCUT, to_units, total_units
 from duel.scores import Score
+from duel.slots import last_newcomer
 
 #: Up to so many slots everything is simulated and there is nothing to verify.
 WHOLE = 1024
@@ -60,9 +61,7 @@ def replace_fused(
 
 def put(rows: Tensor, slots: Tensor, values: Tensor) -> Tensor:
     """A copy of rows with `values` in `slots` (-1: nowhere); where a slot is named twice the last one stays."""
-    last = torch.full((rows.shape[0],), -1, dtype=torch.int64, device=rows.device)
-    order = torch.arange(slots.shape[0], device=rows.device)
-    last.scatter_reduce_(0, slots.clamp(min=0), torch.where(slots >= 0, order, -1), "amax")
+    last = last_newcomer(slots, rows.shape[0])
     return torch.where((last >= 0)[:, None], values[last.clamp(min=0)], rows)
 
 

@@ -1,0 +1,55 @@
+"""What the memory and the replacement refuse, said so that the caller can mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from duel.errors import UserError
+
+PayloadSpec = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def unit_tolerance(dtype: torch.dtype) -> float:
+    """How far from 1 the length of a normalised row may be: a few roundings of the dtype it is held in."""
+    return max(1e-4, 4 * torch.finfo(dtype).eps)
+
+
+def check_rows(rows: Tensor, name: str, dim: int, device: torch.device) -> None:
+    """Shape, device and dtype always; finite and unit length where looking at the values costs no synchronisation."""
+    if rows.dim() != 2 or rows.shape[1] != dim:
+        raise UserError(f"{name} must have shape (n, {dim}), got {tuple(rows.shape)}")
+    if rows.device != device:
+        raise UserError(f"{name} is on {rows.device}, the memory on {device}; move one of them with .to()")
+    if not rows.is_floating_point():
+        raise UserError(f"{name} must be floating point, got {rows.dtype}")
+    if rows.device.type == "cpu":
+        bad = ~acceptable_rows(rows)
+        if bool(bad.any()):
+            at = int(bad.nonzero()[0])
+            length = float(rows[at].double().norm())
+            said = f"has length {length:g}" if length == length and length != float("inf") else "is not finite"
+            raise UserError(
+                f"{name} must hold finite rows of unit length: row {at} {said}; use torch.nn.functional.normalize"
+            )
+
+
+def acceptable_rows(rows: Tensor) -> Tensor:
+    """bool (n,): finite and of unit length. NaN compares false."""
+    wide = rows if rows.dtype == torch.float64 else rows.float()
+    length: Tensor = torch.linalg.vector_norm(wide, dim=1)
+    return (length - 1.0).abs() <= unit_tolerance(rows.dtype)
+
+
+def check_payload(given: Mapping[str, Tensor], wanted: PayloadSpec, count: int, device: torch.device) -> None:
+    """Names, shapes, dtypes and device of what is to be kept with `count` embeddings."""
+    if given.keys() != wanted.keys():
+        raise UserError(f"payload must be {sorted(wanted)}, got {sorted(given)}")
+    for name, (shape, dtype) in wanted.items():
+        values = given[name]
+        if values.shape != (count, *shape) or values.dtype != dtype:
+            raise UserError(f"{name} must be {dtype} {(count, *shape)}, got {values.dtype} {tuple(values.shape)}")
+        if values.device != device:
+            raise UserError(f"{name} is on {values.device}, the memory on {device}")
