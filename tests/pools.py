@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 
 from duel import scores
 from duel.replacement import Replacement
-from duel.replacement.units import exponent
+from duel.replacement.units import exponent, widened
 
 
 def isotropic(n: int, d: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -48,9 +48,10 @@ def judge(memory: Tensor, incoming: Tensor, done: Replacement, score: str, admit
     how far below the maximum the N of any evicted item was, and how far the returned N is from the true one.
     """
     h = scores.get(score)
-    pool, size = memory.double().clone(), memory.shape[0]
+    dtype = torch.float64 if memory.dtype == torch.float64 else torch.float32
+    pool, size = widened(memory, dtype).double().clone(), memory.shape[0]
     worst = 0.0
-    for item, slot in zip(incoming.double(), done.slots.tolist(), strict=True):
+    for item, slot in zip(widened(incoming, dtype).double(), done.slots.tolist(), strict=True):
         here = pool if admit == "always" else torch.cat([pool, item[None]])
         n = _duplicates(here, h)
         chosen = size if slot < 0 else slot

@@ -11,8 +11,9 @@ from torch.nn.functional import normalize
 
 import duel
 from duel import WorkingMemory
+from duel.checks import acceptable_rows
 from duel.errors import UserError
-from duel.policies import AdaptiveDuel, Duel, Fifo, MinRed, Random, Reservoir
+from duel.policies import AdaptiveDuel, Duel, Fifo, MinRed, Policy, Random, Reservoir
 from duel.replacement import replace
 from pools import clusters, isotropic
 
@@ -347,3 +348,107 @@ def test_a_duel_memory_evens_out_clusters():
     assert shares["fifo"].max() > 0.6
     assert shares["duel"].max() < 0.2
     assert shares["duel"].min() > 0.05
+
+
+def examine_as_on_a_gpu(self, embeddings, second):
+    """Bad rows are turned away and counted instead of refused."""
+    accepted = acceptable_rows(embeddings)
+    self._rejected += (~accepted).sum()
+    return embeddings, embeddings, accepted
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_rows_turned_away_leave_no_trace(name, monkeypatch):
+    """What a GPU does with bad rows, on the CPU: the memory ends as if they had not been in the batch."""
+    clean = WorkingMemory(20, 8, POLICIES[name](), PAYLOAD)
+    for step in range(6):
+        offer(clean, items(9, step))
+    monkeypatch.setattr(WorkingMemory, "_examine", examine_as_on_a_gpu)
+    dirty = WorkingMemory(20, 8, POLICIES[name](), PAYLOAD)
+    for step in range(6):
+        batch = items(9, step)
+        order = torch.tensor([0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8])
+        mixed = {key: value[order].clone() for key, value in batch.items()}
+        mixed["embeddings"][3] = float("nan")
+        mixed["embeddings"][7] = 2.0
+        slots = offer(dirty, mixed)
+        assert slots[[3, 7]].tolist() == [-1, -1]
+    assert torch.equal(dirty["id"], clean["id"])
+    assert torch.equal(dirty.embeddings, clean.embeddings)
+    assert torch.equal(dirty.age, clean.age)
+    with pytest.raises(UserError, match="12 embeddings were not finite"):
+        dirty.state_dict()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_reset_memory_is_a_new_one(name):
+    used, new = (WorkingMemory(12, 8, POLICIES[name](), PAYLOAD) for _ in range(2))
+    for step in range(5):
+        offer(used, items(9, step))
+        used.learn()
+    used.reset()
+    for memory in (used, new):
+        for step in range(10, 16):
+            offer(memory, items(9, step))
+            memory.learn()
+    assert torch.equal(used["id"], new["id"])
+    assert torch.equal(used.expected_duplicates(), new.expected_duplicates())
+
+
+def test_an_engine_that_cannot_run_changes_nothing(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    memory = WorkingMemory(10, 8, Duel(engine="fused", max_age=1), PAYLOAD)
+    before = copy.deepcopy(memory.state_dict())
+    with pytest.raises(UserError, match="not on a CUDA device"):
+        offer(memory, items(9, 0))
+    for key, value in memory.state_dict().items():
+        assert torch.equal(value, before[key]) if isinstance(value, torch.Tensor) else value == before[key]
+
+
+class Broken(Policy):
+    answer = torch.tensor([99])
+
+    def choose(self, memory, incoming):
+        return self.answer
+
+    def refreshed(self, memory, slots, old):  # three arguments, as documented
+        self.told = slots
+
+
+def test_a_policy_that_answers_nonsense_is_named():
+    memory = WorkingMemory(4, 8, Broken())
+    memory.update(isotropic(4, 8, 0))
+    memory.refresh(torch.tensor([1]), isotropic(1, 8, 1))
+    assert memory.policy.told.tolist() == [1]
+    with pytest.raises(UserError, match=r"Broken.choose must return slots below 4"):
+        memory.update(isotropic(1, 8, 2))
+    with pytest.raises(UserError, match=r"must return int64 \(2,\)"):
+        memory.update(isotropic(2, 8, 2))
+
+
+def test_a_wrong_state_is_refused_inside_a_model_too():
+    model = torch.nn.ModuleDict({"memory": WorkingMemory(4, 8, Duel())})
+    model["memory"].update(isotropic(4, 8, 0))
+    before = model["memory"].embeddings.clone()
+    other = torch.nn.ModuleDict({"memory": WorkingMemory(4, 8, Duel("gaussian"))})
+    damaged = copy.deepcopy(model.state_dict())
+    damaged["memory._extra_state"]["filled"] = 99
+    for state, message in ((other.state_dict(), "score"), (damaged, "damaged")):
+        with pytest.raises(UserError, match=message):
+            model.load_state_dict(state)
+        assert torch.equal(model["memory"].embeddings, before)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+def test_narrowing_the_memory_does_not_narrow_the_count():
+    memory = WorkingMemory(10, 8, AdaptiveDuel()).bfloat16()
+    assert memory._embeddings.dtype == torch.bfloat16
+    assert memory.policy.duplicates.dtype == torch.float64
+    memory.update(isotropic(25, 8, 0, torch.bfloat16))
+    assert memory.full
+
+
+def test_narrow_embeddings_are_stored_at_unit_length():
+    memory = WorkingMemory(10, 8, Duel())
+    memory.update(isotropic(10, 8, 0, torch.bfloat16))
+    assert (memory.embeddings.norm(dim=1) - 1).abs().max() < 1e-6

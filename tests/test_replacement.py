@@ -11,7 +11,7 @@ import duel
 from duel import scores
 from duel.errors import UserError
 from duel.replacement import dense, expected_duplicates, fused, replace, replace_unchecked
-from duel.replacement.units import exponent, total_units
+from duel.replacement.units import exact_products, exponent, total_units
 from pools import clusters, isotropic, judge, lattice, rounding
 
 SCORES = ["linear", "quadratic", "gaussian", "gaussian:0.1", "exponential"]
@@ -299,3 +299,42 @@ def test_dense_at_length(size, count, seed, score, admit, kind):
     got = replace(memory, incoming, score=score, admit=admit, engine="dense")
     if got.slots.tolist() != want.slots.tolist():
         assert judge(memory, incoming, got, score, admit)[0] <= rounding(memory, score)
+
+
+@pytest.mark.parametrize("admit", ["always", "compete"])
+@pytest.mark.parametrize("score", ["linear", "gaussian:0.1"])
+@pytest.mark.parametrize(("size", "distinct"), [(300, 3), (200, 1)])
+def test_a_collapsed_memory_ties_everywhere(size, distinct, score, admit):
+    """Far more slots tie than rows of h are fetched at a time."""
+    memory, incoming = lattice(distinct, 8, 0)[torch.arange(size) % distinct], lattice(70, 8, 1)
+    want = replace(memory, incoming, score=score, admit=admit, engine="reference")
+    got = replace(memory, incoming, score=score, admit=admit, engine="dense")
+    assert got.slots.tolist() == want.slots.tolist()
+    assert torch.equal(got.duplicates, want.duplicates)
+
+
+def test_narrow_copies_are_counted_as_unit_vectors():
+    """bfloat16 rows are a per mille off unit length: their copies' cosines must not exceed 1 in any path."""
+    rows = isotropic(12, 16, 0, torch.bfloat16)
+    memory, incoming = rows[torch.arange(400) % 12], isotropic(20, 16, 1, torch.bfloat16)
+    n = expected_duplicates(memory, "linear")
+    wide = torch.nn.functional.normalize(memory.float(), dim=1).double()
+    exact = ((1 + (wide @ wide.T)) / 2).fill_diagonal_(0).sum(1)
+    assert (n - exact).abs().max() <= rounding(memory, "linear")
+    got = replace(memory, incoming, score="linear", engine="dense")
+    assert judge(memory, incoming, got, "linear", "always")[0] <= 2 * rounding(memory, "linear")
+
+
+def test_the_users_matmul_precision_is_left_as_it_was():
+    matmul = torch.backends.cuda.matmul
+    name = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
+    before = getattr(matmul, name)
+    values = ("ieee", "tf32") if name == "fp32_precision" else (False, True)
+    try:
+        for value in values:
+            setattr(matmul, name, value)
+            with exact_products(torch.device("cuda")):
+                assert getattr(matmul, name) == values[0]
+            assert getattr(matmul, name) == value
+    finally:
+        setattr(matmul, name, before)

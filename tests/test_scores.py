@@ -72,7 +72,7 @@ def test_by_name_object_and_callable():
         ("gausian", "did you mean 'gaussian'"),
         ("linear:2", "no width"),
         ("gaussian:wide", "must be a number"),
-        ("gaussian:-1", "positive"),
+        ("gaussian:-1", "between 1e-5 and 100"),
         (3, "must be a name"),
         (lambda x: x, "leaves"),
         (lambda x: (1 - x) / 2, "not monotone"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +12,11 @@ from duel.checks import PayloadSpec, acceptable_rows, check_payload, check_rows
 from duel.errors import UserError
 from duel.hashing import uniform
 from duel.replacement import expected_duplicates
-from duel.slots import first_newcomer, last_newcomer
+from duel.replacement.units import widened
+from duel.slots import first_newcomer, last_newcomer, turns
+
+#: Sets the draws of `sample` apart from those of a policy with the same seed.
+SAMPLING = 0x5A3D
 
 
 class Evicted(NamedTuple):
@@ -77,7 +79,7 @@ class WorkingMemory(nn.Module):
         self.register_buffer("_embeddings", torch.zeros(size, dim, dtype=dtype))
         self.register_buffer("_compared", None if policy_dim is None else torch.zeros(size, policy_dim, dtype=dtype))
         for name, (shape, kind) in self.payload.items():
-            if not name.isidentifier() or name in ("policy_embeddings", "evicted"):
+            if not name.isidentifier() or name in ("self", "embeddings", "policy_embeddings", "evicted"):
                 raise UserError(f"payload name {name!r} cannot be used; take another plain name")
             self.register_buffer(f"_payload_{name}", torch.zeros(size, *shape, dtype=kind))
         for name in ("_admitted_at", "_encoded_at"):
@@ -131,7 +133,7 @@ class WorkingMemory(nn.Module):
 
     def stalest(self, n: int) -> Tensor:
         """int64 (min(n, filled),): the slots encoded longest ago, the stalest first, ties to the lowest slot."""
-        return torch.sort(self.staleness, descending=True, stable=True).indices[:n]
+        return torch.sort(self.staleness, descending=True, stable=True).indices[: max(0, n)]
 
     def expected_duplicates(self, score: Any = None) -> Tensor:
         """float64 (filled,): N(j), by the policy's score (linear where it has none) unless another is named."""
@@ -154,7 +156,7 @@ class WorkingMemory(nn.Module):
             raise UserError(f"cannot draw {n} different slots from {self._filled} filled ones")
         counters = self._draws * self.size + torch.arange(self._filled, device=self._draws.device)
         self._draws += 1
-        return uniform(self.seed, counters).topk(n).indices
+        return uniform(self.seed + SAMPLING, counters).topk(n).indices
 
     # ---------------------------------------------------------------- what changes
 
@@ -168,6 +170,7 @@ class WorkingMemory(nn.Module):
         """
         newcomers, compared, accepted = self._examine(embeddings, policy_embeddings)
         check_payload(payload, self.payload, newcomers.shape[0], self._embeddings.device)
+        self.policy.ready(self)
         self._clock += 1
         count = newcomers.shape[0]
         filling = min(count, self.size - self._filled)
@@ -182,6 +185,8 @@ class WorkingMemory(nn.Module):
                 slots[:filling], newcomers[:filling], compared[:filling], {k: v[:filling] for k, v in payload.items()}
             )
             self._filled += filling
+            if self.full:
+                self.policy.filled(self)
         gone = self._empty_evicted(count) if evicted else None
         if filling < count:
             part = slice(filling, None)
@@ -217,7 +222,7 @@ class WorkingMemory(nn.Module):
         self._encoded_at.index_copy_(
             0, slots, now if accepted is None else torch.where(accepted, now, self._encoded_at[slots])
         )
-        self.policy.refreshed(self, slots, old, accepted)
+        self.policy.refreshed(self, slots, old)
 
     def learn(self) -> None:
         """Let the policy learn (the paper's UpdatePolicy); once per training step."""
@@ -240,31 +245,35 @@ class WorkingMemory(nn.Module):
         if self.policy.max_age is not None:
             forced = self._make_room(incoming)
             incoming = torch.where((forced >= 0)[:, None], 0.0, incoming)
-        slots = self.policy.choose(self, incoming)
+        slots = self._checked_slots(self.policy.choose(self, incoming), incoming.shape[0])
         if accepted is not None:
             slots = torch.where(accepted, slots, -1)
         return slots if forced is None else torch.where(forced >= 0, forced, slots)
+
+    def _checked_slots(self, slots: Tensor, count: int) -> Tensor:
+        """What a policy answered, if it is an answer."""
+        name = type(self.policy).__name__
+        if slots.shape != (count,) or slots.dtype != torch.int64:
+            raise UserError(f"{name}.choose must return int64 ({count},), got {slots.dtype} {tuple(slots.shape)}")
+        if count and slots.device.type == "cpu" and not -1 <= int(slots.min()) <= int(slots.max()) < self.size:
+            raise UserError(f"{name}.choose must return slots below {self.size}, or -1; got {slots.tolist()}")
+        return slots
 
     def _make_room(self, incoming: Tensor) -> Tensor:
         """int64 (B,): the overdue slot that a newcomer takes, oldest first, or -1; they are exchanged at once."""
         limit = self.policy.max_age or 0
         count = min(incoming.shape[0], self.size)
         oldest = torch.sort(self.age, descending=True, stable=True).indices[:count]
-        present = (incoming[:count] != 0).any(1)
-        # the i-th newcomer that takes part gets the i-th oldest slot
-        turn = torch.where(present, present.cumsum(0) - 1, 0)
-        slots = oldest[turn]
-        overdue = present & (self.age[slots] > limit)
-        # rows that take no part still need a slot of their own, because slots must be distinct: the unused tail
-        absent_turn = present.sum() + (~present).cumsum(0) - 1
-        distinct = torch.where(present, slots, oldest[absent_turn.clamp(max=count - 1)])
+        present = policies.takes_part(incoming[:count])
+        distinct = oldest[turns(present)]  # the i-th newcomer that takes part gets the i-th oldest slot
+        overdue = present & (self.age[distinct] > limit)
         stored = self._embeddings if self._compared is None else self._compared
         old = stored[distinct]
         stored.index_copy_(0, distinct, torch.where(overdue[:, None], incoming[:count].to(stored.dtype), old))
         self._admitted_at.index_copy_(0, distinct, torch.where(overdue, self._clock, self._admitted_at[distinct]))
-        self.policy.refreshed(self, distinct, old, overdue)
+        self.policy.refreshed(self, distinct, old)
         forced = torch.full((incoming.shape[0],), -1, dtype=torch.int64, device=incoming.device)
-        forced[:count] = torch.where(overdue, slots, -1)
+        forced[:count] = torch.where(overdue, distinct, -1)
         return forced
 
     def _write(self, slots: Tensor, embeddings: Tensor, compared: Tensor, payload: dict[str, Tensor]) -> None:
@@ -345,7 +354,7 @@ class WorkingMemory(nn.Module):
             raise UserError(f"policy_embeddings has {second.shape[0]} rows, embeddings {embeddings.shape[0]}")
         if accepted is not None:
             self._rejected += (~accepted).sum()
-        stored = [v.detach().to(self._embeddings.dtype) for v in rows]
+        stored = [widened(v.detach(), self._embeddings.dtype) for v in rows]
         return stored[0], stored[-1], accepted
 
     def _normalised(self, vectors: Tensor) -> Tensor:
@@ -370,27 +379,34 @@ class WorkingMemory(nn.Module):
     def set_extra_state(self, state: dict[str, int]) -> None:
         self._filled, self.seed = state["filled"], state["seed"]
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's, but a state of another size is refused before anything is changed."""
-        mine = super().state_dict()
-        for name, value in mine.items():
-            given = state_dict.get(name)
-            if isinstance(value, Tensor) and isinstance(given, Tensor) and given.shape != value.shape:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Refuses a state of another memory before anything is changed, also where the memory is part of a model."""
+        self._check_state({k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)})
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+
+    def _check_state(self, given: dict[str, Any]) -> None:
+        mine: dict[str, Tensor | None] = {}
+        for where, module in self.named_modules(prefix=""):
+            dotted = f"{where}." if where else ""
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    mine[dotted + name] = buffer
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                mine[f"{dotted}_extra_state"] = None
+        if mine.keys() != given.keys():
+            odd = ", ".join(sorted(mine.keys() ^ given.keys()))
+            raise UserError(f"state_dict is of another kind of memory; keys that only one of them has: {odd}")
+        for name, buffer in mine.items():
+            if buffer is not None and given[name].shape != buffer.shape:
                 raise UserError(
-                    f"state_dict is of another memory: {name.lstrip('_')} has shape {tuple(given.shape)}, "
-                    f"this one {tuple(value.shape)}"
+                    f"state_dict is of another memory: {name.lstrip('_')} has shape {tuple(given[name].shape)}, "
+                    f"this one {tuple(buffer.shape)}"
                 )
-        if strict and mine.keys() != state_dict.keys():
-            odd = sorted(mine.keys() ^ state_dict.keys())
-            raise UserError(
-                f"state_dict is of another kind of memory; keys that only one of them has: {', '.join(odd)}"
-            )
-        before = copy.deepcopy(mine)
-        try:
-            return super().load_state_dict(state_dict, strict, assign)
-        except UserError:  # a policy that was saved with other settings
-            super().load_state_dict(before)
-            raise
+        extra = given["_extra_state"]
+        if not isinstance(extra, dict) or not 0 <= extra.get("filled", -1) <= self.size or "seed" not in extra:
+            raise UserError(f"state_dict is damaged: it says {extra!r} of a memory of {self.size} slots")
+        if "policy._extra_state" in given:
+            self.policy.check_state(given["policy._extra_state"])
 
     def extra_repr(self) -> str:
         return f"size={self.size}, dim={self.dim}, filled={self._filled}, payload={sorted(self.payload)}"

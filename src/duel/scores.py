@@ -57,7 +57,7 @@ class Score:
     def _evaluate_(self, x: Tensor) -> Tensor:
         """The same for float32 or float64 cosines inside [-1, 1] that may be overwritten."""
         if self.function is not None:
-            return self.function(x)
+            return self.function(x).to(x.dtype)
         if self.kind == "linear":
             return x.add_(1.0).mul_(0.5)
         if self.kind == "quadratic":
@@ -87,15 +87,16 @@ quadratic = Score("quadratic", "quadratic")
 
 def shape_parameters(kind: str, tau: float) -> tuple[float, float, float]:
     """(width, floor, scale) of a gaussian or exponential score of width τ, so that h(-1) = 0 and h(1) = 1."""
-    if not (math.isfinite(tau) and tau > 0):
-        raise UserError(f"tau of the {kind} score must be a positive number, got {tau!r}")
+    if not 1e-5 <= tau <= 100:  # outside, float32 cannot tell the score from a step or from a straight line
+        raise UserError(f"tau of the {kind} score must lie between 1e-5 and 100, got {tau!r}")
     floor = math.exp((-4.0 if kind == "gaussian" else -2.0) / tau)
     return -1.0 / tau, floor, 1.0 / (1.0 - floor)
 
 
 def _with_width(kind: str, tau: float) -> Score:
     width, floor, scale = shape_parameters(kind, tau)
-    return Score(f"{kind}:{tau:g}", kind, width=width, floor=floor, scale=scale)
+    short = f"{tau:g}"
+    return Score(f"{kind}:{short if float(short) == tau else repr(tau)}", kind, width=width, floor=floor, scale=scale)
 
 
 def gaussian(tau: float = 1.0) -> Score:
@@ -163,8 +164,8 @@ def _checked(function: Callable[[Tensor], Tensor]) -> Score:
     label = getattr(function, "__name__", type(function).__name__)
     grid = torch.linspace(-1.0, 1.0, 4001, dtype=torch.float64)
     h = function(grid.clone())
-    if not isinstance(h, Tensor) or h.shape != grid.shape:
-        raise UserError(f"score {label!r} must return a tensor of the shape it is given")
+    if not isinstance(h, Tensor) or h.shape != grid.shape or not h.is_floating_point():
+        raise UserError(f"score {label!r} must return a floating-point tensor of the shape it is given")
     if not bool(torch.isfinite(h).all()) or float(h.min()) < -1e-6 or float(h.max()) > 1 + 1e-6:
         raise UserError(f"score {label!r} leaves [0, 1] on cosines in [-1, 1]: from {h.min():g} to {h.max():g}")
     if float(h.diff().min()) < -1e-6:

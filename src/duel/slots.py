@@ -19,3 +19,8 @@ def first_newcomer(slots: Tensor, size: int) -> Tensor:
     order = torch.arange(count, device=slots.device)
     none = torch.full((size,), count, dtype=torch.int64, device=slots.device)
     return none.scatter_reduce_(0, slots.clamp(min=0), torch.where(slots >= 0, order, count), "amin")
+
+
+def turns(present: Tensor) -> Tensor:
+    """int64 (B,), all different: the i-th newcomer that takes part has turn i; those that do not come after them."""
+    return torch.where(present, present.cumsum(0) - 1, present.sum() + (~present).cumsum(0) - 1)

@@ -21,12 +21,12 @@ from __future__ import annotations
 from typing import Any
 
 from duel.errors import UserError, suggest
-from duel.policies.base import Policy
+from duel.policies.base import Policy, takes_part
 from duel.policies.duelling import AdaptiveDuel, Duel
 from duel.policies.minred import MinRed
 from duel.policies.simple import Fifo, Random, Reservoir
 
-__all__ = ["POLICIES", "AdaptiveDuel", "Duel", "Fifo", "MinRed", "Policy", "Random", "Reservoir", "get"]
+__all__ = ["POLICIES", "AdaptiveDuel", "Duel", "Fifo", "MinRed", "Policy", "Random", "Reservoir", "get", "takes_part"]
 
 #: Policies by name, with their defaults.
 POLICIES: dict[str, type[Policy]] = {

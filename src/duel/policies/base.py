@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -39,11 +39,28 @@ class Policy(nn.Module):
         """int64 (B,): the slot each newcomer of incoming (B, d) takes, one by one and in order; -1 turns it away."""
         raise TypeError(f"{type(self).__name__} must define choose(memory, incoming)")
 
-    def refreshed(self, memory: WorkingMemory, slots: Tensor, old: Tensor, taken: Tensor | None = None) -> None:
-        """The distinct `slots` (n,) hold new vectors; `old` (n, d) are the former ones; taken (n,): which really do."""
+    def ready(self, memory: WorkingMemory) -> None:
+        """Raise if newcomers cannot be placed; asked before anything is changed."""
+
+    def filled(self, memory: WorkingMemory) -> None:
+        """The memory has just become full; from now on `choose` is asked."""
+
+    def refreshed(self, memory: WorkingMemory, slots: Tensor, old: Tensor) -> None:
+        """The distinct `slots` (n,) hold new vectors (some may be the same); `old` (n, d) are the former ones."""
 
     def learn(self, memory: WorkingMemory) -> None:
         """The paper's UpdatePolicy: called once per training step."""
 
     def restart(self) -> None:
-        """The memory was emptied."""
+        """The memory was emptied: what has been learnt from it starts at zero again."""
+        for name, buffer in self.named_buffers(recurse=False):
+            if name not in self._non_persistent_buffers_set:
+                buffer.zero_()
+
+    def check_state(self, state: Any) -> None:
+        """Raise if `state`, what `get_extra_state` gave, is not one that this policy can go on from."""
+
+
+def takes_part(incoming: Tensor) -> Tensor:
+    """bool (B,): which newcomers are to be placed; a row of zeros stands for one that is not."""
+    return (incoming != 0).any(1)

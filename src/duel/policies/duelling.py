@@ -9,9 +9,10 @@ from torch import Tensor
 
 from duel import scores
 from duel.errors import UserError, suggest
-from duel.policies.base import Policy
-from duel.replacement import check_names, expected_duplicates, replace_unchecked
-from duel.replacement.units import compute_dtype, exact_products, exchange_units, exponent
+from duel.policies.base import Policy, takes_part
+from duel.replacement import check_engine, check_names, expected_duplicates, replace_unchecked
+from duel.replacement.units import compute_dtype, exact_products, exchange_units, exponent, widened
+from duel.slots import turns
 
 if TYPE_CHECKING:
     from duel.memory import WorkingMemory
@@ -60,13 +61,34 @@ class Duel(Policy):
     def get_extra_state(self) -> dict[str, Any]:
         return {"counted": self._counted, "score": self._score.name}
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: Any) -> None:
+        if not isinstance(state, dict) or not {"counted", "score"} <= state.keys():
+            raise UserError("state_dict holds no state of a Duel policy")
         if state["score"] != self._score.name:
             raise UserError(f"state_dict was saved with score {state['score']!r}, this policy has {self._score.name!r}")
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
         self._counted = state["counted"]
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moved with the memory, but never narrowed: N needs its 53 bits when the embeddings become bfloat16."""
+        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in kept.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
     def restart(self) -> None:
+        super().restart()
         self._counted = False
+
+    def ready(self, memory: WorkingMemory) -> None:
+        check_engine(self.engine, memory.compared, self.score)
+
+    def filled(self, memory: WorkingMemory) -> None:
+        self.carried(memory)
 
     def carried(self, memory: WorkingMemory) -> Tensor:
         """N of every slot of a full memory; computed the first time it is asked for, kept up to date afterwards."""
@@ -77,7 +99,7 @@ class Duel(Policy):
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
         carried = self.carried(memory)
-        skip = (incoming == 0).all(1)
+        skip = ~takes_part(incoming)
         if self.at_once:
             return self._choose_at_once(memory, incoming, skip)
         done = replace_unchecked(memory.compared, incoming, self.score, self.admit, carried, self.engine, skip)
@@ -90,26 +112,26 @@ class Duel(Policy):
         for first in range(0, incoming.shape[0], memory.size):
             block, left_out = incoming[first : first + memory.size], skip[first : first + memory.size]
             ranked = torch.sort(self.duplicates, descending=True, stable=True).indices
-            slots = ranked[: block.shape[0]]
+            slots = ranked[turns(~left_out)]
             old = compared[slots]
             compared = compared.index_copy(0, slots, torch.where(left_out[:, None], old, block.to(compared.dtype)))
-            self._exchange(compared, slots, old, ~left_out)
+            self._exchange(compared, slots, old)
             chosen.append(torch.where(left_out, -1, slots))
         return torch.cat(chosen)
 
-    def refreshed(self, memory: WorkingMemory, slots: Tensor, old: Tensor, taken: Tensor | None = None) -> None:
+    def refreshed(self, memory: WorkingMemory, slots: Tensor, old: Tensor) -> None:
         if not self._counted:
             return
         if 2 * slots.shape[0] >= memory.size:  # three products of this many columns cost more than counting anew
             self.duplicates.copy_(expected_duplicates(memory.compared, self.score))
         else:
-            self._exchange(memory.compared, slots, old, taken)
+            self._exchange(memory.compared, slots, old)
 
-    def _exchange(self, compared: Tensor, slots: Tensor, old: Tensor, taken: Tensor | None) -> None:
+    def _exchange(self, compared: Tensor, slots: Tensor, old: Tensor) -> None:
         e, dtype = exponent(compared.shape[0]), compute_dtype(compared)
         with exact_products(compared.device):
             total = (self.duplicates * 2.0**e).round_()
-            after = exchange_units(total, compared.to(dtype), slots, old.to(dtype), self.score, e, taken)
+            after = exchange_units(total, widened(compared, dtype), slots, widened(old, dtype), self.score, e)
             self.duplicates.copy_(after * 2.0**-e)
 
 
@@ -165,9 +187,18 @@ class AdaptiveDuel(Duel):
     def get_extra_state(self) -> dict[str, Any]:
         return {**super().get_extra_state(), "waited": self._waited}
 
+    def check_state(self, state: Any) -> None:
+        super().check_state(state)
+        if "waited" not in state:
+            raise UserError("state_dict holds no state of an AdaptiveDuel policy")
+
     def set_extra_state(self, state: dict[str, Any]) -> None:
         super().set_extra_state(state)
         self._waited = state["waited"]
+
+    def restart(self) -> None:
+        super().restart()
+        self._waited = 0
 
     def carried(self, memory: WorkingMemory) -> Tensor:
         if not self._counted:
@@ -185,7 +216,7 @@ class AdaptiveDuel(Duel):
 
     def _fitting_rung(self, memory: WorkingMemory) -> Tensor:
         """The rung at which the mean N is nearest to `target` · (K - 1), judged on 512 slots against all."""
-        compared = memory.compared.to(compute_dtype(memory.compared))
+        compared = widened(memory.compared, compute_dtype(memory.compared))
         sample = compared[:: max(1, memory.size // 512)][:512]
         with exact_products(compared.device):
             cosines = (sample @ compared.T).clamp_(-1.0, 1.0)

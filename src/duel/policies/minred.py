@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from duel.errors import UserError
-from duel.policies.base import Policy
+from duel.policies.base import Policy, takes_part
 from duel.replacement.units import compute_dtype, exact_products
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class MinRed(Policy):
         dtype = compute_dtype(memory.compared, incoming)
         with torch.no_grad(), exact_products(incoming.device):
             z, x = memory.compared.to(dtype).clone(), incoming.to(dtype)
-            skip = (x == 0).all(1)
+            skip = ~takes_part(x)
             cosines = z @ z.T
             cosines.fill_diagonal_(NONE)
             return _on_host(cosines, z, x, skip) if z.device.type == "cpu" else _on_device(cosines, z, x, skip)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from duel.hashing import uniform
-from duel.policies.base import Policy
+from duel.policies.base import Policy, takes_part
+from duel.slots import turns
 
 if TYPE_CHECKING:
     from duel.memory import WorkingMemory
@@ -24,12 +25,10 @@ class Fifo(Policy):
         self.register_buffer("cursor", torch.zeros((), dtype=torch.int64))
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
-        slots = (self.cursor + torch.arange(incoming.shape[0], device=incoming.device)) % memory.size
-        self.cursor += incoming.shape[0]
-        return slots
-
-    def restart(self) -> None:
-        self.cursor.zero_()
+        present = takes_part(incoming)
+        slots = (self.cursor + turns(present)) % memory.size
+        self.cursor += present.sum()
+        return torch.where(present, slots, -1)
 
 
 class _Drawing(Policy):
@@ -42,21 +41,19 @@ class _Drawing(Policy):
         self.seed = seed
         self.register_buffer("arrived", torch.zeros((), dtype=torch.int64))  # newcomers since the memory was full
 
-    def draw(self, count: int) -> tuple[Tensor, Tensor]:
-        """(the running number of each newcomer, a uniform draw for it)"""
-        number = self.arrived + torch.arange(count, device=self.arrived.device)
-        self.arrived += count
+    def draw(self, incoming: Tensor) -> tuple[Tensor, Tensor]:
+        """(the running number of each newcomer that takes part, a uniform draw for it)"""
+        present = takes_part(incoming)
+        number = self.arrived + turns(present)
+        self.arrived += present.sum()
         return number, uniform(self.seed, number)
-
-    def restart(self) -> None:
-        self.arrived.zero_()
 
 
 class Random(_Drawing):
     """Any slot, each with the same probability."""
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
-        _, draw = self.draw(incoming.shape[0])
+        _, draw = self.draw(incoming)
         return (draw * memory.size).long()
 
 
@@ -64,6 +61,6 @@ class Reservoir(_Drawing):
     """A uniform sample of everything seen so far (Vitter 1985, algorithm R)."""
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
-        number, draw = self.draw(incoming.shape[0])
+        number, draw = self.draw(incoming)
         slots = (draw * (memory.size + number + 1)).long()
         return torch.where(slots < memory.size, slots, -1)

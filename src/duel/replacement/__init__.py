@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from duel import scores
-from duel.checks import check_rows
+from duel.checks import acceptable_rows, check_rows
 from duel.errors import UserError, suggest
 from duel.replacement.dense import replace_dense
 from duel.replacement.reference import replace_reference
-from duel.replacement.units import compute_dtype, exact_products, exponent, total_units
+from duel.replacement.units import compute_dtype, exact_products, exponent, total_units, widened
 
 Engine = Literal["auto", "reference", "dense", "fused"]
 Admit = Literal["always", "compete"]
@@ -42,7 +42,8 @@ def replace(
 
     Args:
         memory: (K, d), unit rows. Not changed.
-        incoming: (B, d), unit rows. Their order is part of the definition.
+        incoming: (B, d), unit rows. Their order is part of the definition. On a GPU rows that are not finite or not of
+            unit length are turned away (slot -1); on the CPU they are an error.
         score: h, from cosine to probability of being a duplicate; see `duel.scores`.
         admit: "always" (Algorithm 2: every newcomer enters) or "compete" (Algorithm 1: it may itself be the one to go).
         duplicates: N of `memory` under `score`, as the last call returned it; computed when not given.
@@ -57,7 +58,11 @@ def replace(
             f"duplicates must have shape ({memory.shape[0]},) on {memory.device}, "
             f"got {tuple(duplicates.shape)} on {duplicates.device}"
         )
-    return replace_unchecked(memory, incoming, scores.get(score), admit, duplicates, engine)
+    skip = None
+    if incoming.device.type != "cpu":  # looking at values would wait for the device: bad rows are turned away there
+        skip = ~acceptable_rows(incoming)
+        incoming = torch.where(skip[:, None], 0.0, incoming)
+    return replace_unchecked(memory, incoming, scores.get(score), admit, duplicates, engine, skip)
 
 
 def replace_unchecked(
@@ -76,9 +81,9 @@ def replace_unchecked(
         e = exponent(memory.shape[0])
         total = None if duplicates is None else (duplicates.double() * 2.0**e).round_()
         if incoming.shape[0] == 0:
-            total = total_units(score, memory.to(dtype), e) if total is None else total
+            total = total_units(score, widened(memory, dtype), e) if total is None else total
             return Replacement(torch.empty(0, dtype=torch.int64, device=memory.device), total * 2.0**-e)
-        slots, total = run(memory.to(dtype), incoming.to(dtype), total, score, admit, e, skip)
+        slots, total = run(widened(memory, dtype), widened(incoming, dtype), total, score, admit, e, skip)
         return Replacement(slots, total * 2.0**-e)
 
 
@@ -86,7 +91,9 @@ def expected_duplicates(memory: Tensor, score: Any = "linear") -> Tensor:
     """N(j) = Σ_{i≠j} h(z_i · z_j) of every row of memory (K, d): float64 (K,). Eq. 5 of the paper."""
     from duel.replacement import fused
 
-    h, rows, e = scores.get(score), memory.to(compute_dtype(memory)), exponent(memory.shape[0])
+    if memory.dim() != 2 or memory.shape[0] < 1:
+        raise UserError(f"memory must have shape (K, d) with K >= 1, got {tuple(memory.shape)}")
+    h, rows, e = scores.get(score), widened(memory, compute_dtype(memory)), exponent(memory.shape[0])
     total = fused.total_fused if memory.is_cuda and not fused.unavailable(memory, h) else total_units
     with torch.no_grad(), exact_products(memory.device):
         return total(h, rows, e) * 2.0**-e
@@ -99,6 +106,15 @@ def check_names(admit: str, engine: str) -> None:
         raise UserError(suggest("admit mode", admit, ADMIT))
 
 
+def check_engine(engine: str, memory: Tensor, score: scores.Score) -> None:
+    """Raise if `engine` was asked for by name and cannot take these tensors."""
+    from duel.replacement import fused
+
+    why_not = fused.unavailable(memory, score) if engine == "fused" else None
+    if why_not:
+        raise UserError(f"engine 'fused' cannot run here: {why_not}; use engine='auto' or 'dense'")
+
+
 def _engine(engine: str, admit: str, memory: Tensor, score: scores.Score) -> Any:
     check_names(admit, engine)
     if engine == "reference":
@@ -108,8 +124,6 @@ def _engine(engine: str, admit: str, memory: Tensor, score: scores.Score) -> Any
     from duel.replacement import fused
 
     if engine == "fused":
-        why_not = fused.unavailable(memory, score)
-        if why_not:
-            raise UserError(f"engine 'fused' cannot run here: {why_not}; use engine='auto' or 'dense'")
+        check_engine(engine, memory, score)
         return fused.replace_fused
     return fused.replace_fused if memory.is_cuda and not fused.unavailable(memory, score) else replace_dense

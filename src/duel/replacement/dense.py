@@ -7,6 +7,8 @@ in after the other on all slots (`_column_by_column`).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -146,7 +148,8 @@ class Batch:
             gone = occupant[p]
             level[b], position[b], evicted[b] = values[p], p, gone
             if row_of[gone] < 0:
-                values[row_of[occupant] >= 0] = -1.0
+                values[row_of[occupant] >= 0] = -math.inf
+                values[p] = math.inf  # the one that leaves must be among them, however many tie with it
                 missing = torch.from_numpy(values).topk(min(FETCH, m)).indices
                 self._fetch(missing[torch.from_numpy(row_of[occupant])[missing] < 0])
             n += row

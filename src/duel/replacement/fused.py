@@ -152,7 +152,9 @@ class _Launch:
     ) -> None:  # fmt: skip
         """The literal loop from the first mistake, if there was one, over `after` and `slots`."""
         (size, count), dim, device = seen.shape, self.memory.shape[1], seen.device
-        parts = min(128, -(-size // 64)) if self.memory.is_cuda else 1  # all at once on any GPU, for they wait in turn
+        parts = 1
+        if self.memory.is_cuda:  # they wait for each other, so all must run at the same time
+            parts = min(128, torch.cuda.get_device_properties(device).multi_processor_count, -(-size // 64))
         most, width = _power(parts), _power(dim)
         f64: Any = {"dtype": torch.float64, "device": device}
         i32: Any = {"dtype": torch.int32, "device": device}

@@ -33,6 +33,13 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+def widened(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows in the dtype that is computed in. Narrow rows are a per mille off unit length and are brought back to it."""
+    wide = rows.to(dtype)
+    narrow = rows.dtype in (torch.float16, torch.bfloat16)
+    return torch.nn.functional.normalize(wide, dim=-1) if narrow else wide
+
+
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
     """IEEE products whatever the caller has set: no autocast, no TF32."""
@@ -40,12 +47,15 @@ def exact_products(device: torch.device) -> Iterator[None]:
         if device.type != "cuda":
             yield
             return
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = False
+        matmul = torch.backends.cuda.matmul
+        # newer releases have another switch, beside which the older one may not be read
+        name, exact = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
+        before = getattr(matmul, name)
+        setattr(matmul, name, exact)
         try:
             yield
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+            setattr(matmul, name, before)
 
 
 def units(score: Score, rows: Tensor, columns: Tensor, e: int) -> Tensor:
@@ -84,22 +94,16 @@ def _total_linear(memory: Tensor, e: int) -> Tensor:
     return others.add_(memory.shape[0] - 1).mul_(0.5 * 2.0**e).round_()
 
 
-def exchange_units(
-    total: Tensor, memory: Tensor, slots: Tensor, old: Tensor, score: Score, e: int, taken: Tensor | None = None
-) -> Tensor:
-    """N in units after the *distinct* `slots` of `memory` (K, d), which held `old` (n, d), got what they hold now.
-
-    taken: bool (n,), False where the slot did not change after all.
-    """
-    new = memory[slots]
-    gained = units(score, memory, new, e)  # (K, n): what each slot sees of the new items
-    lost = units(score, memory, old, e)
-    if taken is not None:
-        gained, lost = gained * taken, lost * taken
-    result = total + gained.sum(1, dtype=torch.float64) - lost.sum(1, dtype=torch.float64)
-    fresh = units(score, new, memory, e)  # a changed slot is summed anew: (n, K) without itself
-    fresh.scatter_(1, slots[:, None], 0.0)
-    fresh_total = fresh.sum(1, dtype=torch.float64)
-    if taken is not None:
-        fresh_total = torch.where(taken, fresh_total, result[slots])
-    return result.index_copy(0, slots, fresh_total)
+def exchange_units(total: Tensor, memory: Tensor, slots: Tensor, old: Tensor, score: Score, e: int) -> Tensor:
+    """N in units after the *distinct* `slots` of `memory` (K, d), which held `old` (n, d), got what they hold now."""
+    step = max(1, CHUNK_ELEMENTS["cuda" if memory.is_cuda else "cpu"] // memory.shape[0])
+    result, fresh = total.clone(), []
+    for first in range(0, slots.shape[0], step):
+        part = slots[first : first + step]
+        new = memory[part]
+        gained = units(score, memory, new, e)  # (K, n): what each slot sees of the new items
+        result += gained.sum(1, dtype=torch.float64)
+        result -= units(score, memory, old[first : first + step], e).sum(1, dtype=torch.float64)
+        anew = gained.T.scatter(1, part[:, None], 0.0)  # a changed slot is summed anew, without itself
+        fresh.append(anew.sum(1, dtype=torch.float64))
+    return result.index_copy(0, slots, torch.cat(fresh)) if fresh else result
