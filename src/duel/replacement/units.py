@@ -16,7 +16,7 @@ from torch import Tensor
 
 from duel.scores import Score
 
-#: Rows of h that exist at a time when N is computed from scratch: `CHUNK_ELEMENTS / K`.
+#: Elements of h that exist at a time when N is computed from scratch.
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 28}
 
 #: Above so many slots the linear score is summed by its shortcut.
@@ -74,16 +74,22 @@ def total_units(score: Score, memory: Tensor, e: int) -> Tensor:
     size = memory.shape[0]
     if score.kind == "linear" and size > SHORTCUT:
         return _total_linear(memory, e)
-    step = max(1, CHUNK_ELEMENTS["cuda" if memory.is_cuda else "cpu"] // max(1, size))
+    chunk = CHUNK_ELEMENTS["cuda" if memory.is_cuda else "cpu"]
+    rows = max(512, chunk // size)
+    columns = max(rows, chunk // rows)  # so that the first block of a row of blocks covers the diagonal
     total = torch.zeros(size, dtype=torch.float64, device=memory.device)
-    for start in range(0, size, step):
-        stop = min(start + step, size)
-        # the matrix is symmetric: pairs left of the diagonal block were already counted from the other side
-        h = units(score, memory[start:stop], memory[start:], e)
-        h.diagonal().zero_()
-        total[start:stop] += h.sum(1, dtype=torch.float64)
-        if stop < size:
-            total[stop:] += h[:, stop - start :].sum(0, dtype=torch.float64)
+    for top in range(0, size, rows):
+        below = min(top + rows, size)
+        for left in range(top, size, columns):
+            right = min(left + columns, size)
+            h = units(score, memory[top:below], memory[left:right], e)
+            if left == top:
+                h.diagonal().zero_()
+            total[top:below] += h.sum(1, dtype=torch.float64)
+            # the matrix is symmetric: a pair right of the diagonal block counts for both
+            start = max(left, below)
+            if start < right:
+                total[start:right] += h[:, start - left :].sum(0, dtype=torch.float64)
     return total
 
 
