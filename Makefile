@@ -37,10 +37,10 @@ demo: setup
 	$(BIN)/duel demo
 
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-older: $(OLDER)/.ready
-	$(OLDER)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(OLDER)/bin/python -m pytest
 
 slow: setup
 	$(BIN)/python -m pytest -m slow --timeout 1800

@@ -9,4 +9,4 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
 
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+torch.set_num_threads(1)  # with a busy second core, two threads are many times slower than one
