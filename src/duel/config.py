@@ -110,7 +110,7 @@ class TrainConfig:
     policy: str | None = None
     """Who leaves: fifo, duel, reservoir, random, minred, adaptive. None: duel for the d- methods, else fifo."""
     score: str = "gaussian:0.1"
-    """Collision score of the duel policy: linear, quadratic, gaussian:TAU, exponential:TAU."""
+    """Collision score of the duel policy: linear, quadratic, gaussian:TAU, exponential:TAU, or a mix A+B."""
     admit: Literal["always", "compete"] = "always"
     """always: every newcomer takes a slot. compete: a newcomer may be the duplicate and be turned away."""
     at_once: bool = False
