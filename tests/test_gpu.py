@@ -26,7 +26,7 @@ def pool(kind, n, d, seed, dtype):
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("kind", ["isotropic", "clusters", "lattice"])
 @pytest.mark.parametrize("engine", ["fused", "dense"])
-@pytest.mark.parametrize(("size", "count"), [(1, 3), (1500, 256), (700, 900), (4000, 64)])
+@pytest.mark.parametrize(("size", "count"), [(1, 3), (1500, 256), (700, 900), (4096, 64), (6000, 64)])
 def test_same_victims(engine, kind, score, admit, size, count):
     memory, incoming = (pool(kind, n, 32, seed, torch.float64) for n, seed in ((size, 0), (count, 1)))
     want = replace(memory.cpu(), incoming.cpu(), score=score, admit=admit, engine="dense")
@@ -52,7 +52,6 @@ def test_narrow_dtypes_err_by_no_more_than_their_rounding(kind, dtype, score, ad
 @pytest.mark.parametrize("kind", ["isotropic", "lattice"])
 def test_mistakes_are_mended_by_many_programs(monkeypatch, kind, score, admit):
     monkeypatch.setattr(fused, "WHOLE", 1)
-    monkeypatch.setattr(fused, "WHOLE_BROAD", 1)
     highest = fused._highest
     monkeypatch.setattr(fused, "_highest", lambda bound, _: highest(bound, 16))
     memory, incoming = (pool(kind, n, 32, seed, torch.float64) for n, seed in ((9000, 0), (128, 1)))

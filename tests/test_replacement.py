@@ -129,13 +129,23 @@ def test_pruned_simulation_is_exact_on_larger_memories(monkeypatch, kind, score,
 def test_fused_verifies_and_mends(monkeypatch, kind, candidates, score, admit):
     """With few candidates the simulation is wrong and the literal kernel takes over; with enough it is not."""
     monkeypatch.setattr(fused, "WHOLE", 1)
-    monkeypatch.setattr(fused, "WHOLE_BROAD", 1)
     monkeypatch.setattr(fused, "_highest", lambda bound, _: HIGHEST(bound, candidates))
+    simulations: list[fused._Simulation] = []
+    original = fused._Simulation
+
+    def simulation(*args):
+        simulations.append(original(*args))
+        return simulations[-1]
+
+    monkeypatch.setattr(fused, "_Simulation", simulation)
     memory, incoming = hostile(kind, 90, 16, 3, torch.float64), hostile(kind, 12, 16, 4, torch.float64)
     want = replace(memory, incoming, score=score, admit=admit, engine="reference")
     got = replace(memory, incoming, score=score, admit=admit, engine="fused")
     assert got.slots.tolist() == want.slots.tolist()
     assert (got.duplicates - want.duplicates).abs().max() <= rounding(memory, score)
+    first_wrong = int(simulations[0].first_wrong)
+    if candidates == 4:
+        assert first_wrong < 12  # so few cannot have sufficed
 
 
 @pytest.mark.parametrize("engine", ["dense", "fused"])

@@ -8,6 +8,7 @@ graph, or run on several devices. The loss is summed on the device and read by `
 from __future__ import annotations
 
 import math
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
 
     from .memory import WorkingMemory
     from .policies import Policy
+
+#: From so many steps on, what compiling saves on a GPU is more than the half minute that it takes.
+WORTH_COMPILING = 15_000
+
+
+def worth_compiling(steps: int, device: torch.device) -> bool:
+    """Whether to compile where nobody has said; it takes a C compiler."""
+    return device.type == "cuda" and steps >= WORTH_COMPILING and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
 class TrainingStep:
@@ -68,11 +77,12 @@ class TrainingStep:
             momentum=config.momentum,
         )
         self.images_encoded = 0
+        compiled = worth_compiling(self.steps, device) if config.compile is None else config.compile
         for part in self.method.modules():
             if isinstance(part, Encoder):
                 part.register_forward_hook(self._count_images)
-                if config.compile:
-                    part.backbone.compile()
+                if compiled:
+                    part.backbone.compile(dynamic=False)  # batches come in two or three sizes
         self._forward, self._optimizer = fabric.setup(self.method, self.optimizer)
 
         self.images = torch.zeros(config.batch_size, *image_shape, dtype=torch.uint8, device=device)

@@ -101,9 +101,11 @@ class Method(nn.Module, ABC):
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
 
-    def _both(self, network: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    def _both(
+        self, network: Callable[[Tensor], Tensor], first: Tensor, second: Tensor, *, joint: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """`network` of both views: in one pass if `joint`, otherwise each with BatchNorm statistics of its own."""
-        if self.joint:
+        if joint or self.joint:
             one, two = network(torch.cat([first, second])).chunk(2)
             return one, two
         return network(first), network(second)

@@ -94,7 +94,7 @@ class MoCo(Method):
             return StepOutput(loss(query, key), unit(key))
         q1, q2 = self._both(self.encoder, view1, view2)
         with torch.no_grad():
-            k1, k2 = self._both(self._keys, view1, view2)
+            k1, k2 = self._both(self._keys, view1, view2, joint=self.running)  # running statistics mix nothing
         # One key per item goes to the memory, so that a slot is an item.
         return StepOutput(0.5 * (loss(q1, k2) + loss(q2, k1)), unit(k2))
 

@@ -19,16 +19,13 @@ from duel.replacement.units import CHUNK_ELEMENTS, SHORTCUT, to_units, total_uni
 from duel.scores import Score
 from duel.slots import last_newcomer
 
-#: Up to so many slots everything is simulated and there is nothing to verify.
-WHOLE = 1024
+#: Up to so many slots everything is simulated and there is nothing to verify. Places take 12 bits of a key.
+WHOLE = 4096
 #: Newcomers at a time.
 BLOCK = 512
-#: Newcomers and candidates together in one simulation: what one program holds in registers.
-ITEMS = 1024
-#: The same for scores so broad that every newcomer changes who is next, which leaves nothing to prune.
-WHOLE_BROAD = 3584
-#: A callable cannot run inside the literal kernel, so there everything must be simulated; places take 12 bits of a key.
-WHOLE_LIMIT = 4095
+#: Slots that are simulated where not all are.
+CANDIDATES = 1024
+SIMULATION_WARPS = 8
 
 
 def unavailable(memory: Tensor, score: Score) -> str | None:
@@ -37,8 +34,8 @@ def unavailable(memory: Tensor, score: Score) -> str | None:
         return "Triton is not installed"
     if not memory.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the memory is on {memory.device.type}, not on a CUDA device"
-    if score.function is not None and memory.shape[0] > WHOLE_LIMIT:
-        return f"a score of your own is limited to {WHOLE_LIMIT:,} slots there"
+    if score.function is not None and memory.shape[0] > WHOLE:  # it cannot run inside the literal kernel
+        return f"a score of your own is limited to {WHOLE:,} slots there"
     return None
 
 
@@ -79,12 +76,13 @@ class _Launch:
         self.curve = _curve(score, memory)
 
     def scored(
-        self, cosines: Tensor, *, start: Tensor | None = None, diagonal: bool = False, store: bool = True,
-        columns: Tensor | None = None, shift: int = 0, offset: int = 0,
+        self, cosines: Tensor, *, out: Tensor | None = None, start: Tensor | None = None, diagonal: bool = False,
+        columns: Tensor | None = None, shift: int = 0, offset: int = 0, summed: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """cosines -> units · 2^shift in place; returns the row sums and adds the column sums to `columns`, in units.
+        """units · 2^shift of the cosines, written to `out` if given; returns the row sums, in units.
 
-        offset: the column that meets the first row on the diagonal.
+        start: added to the row sums. summed: they are over so many columns (all). columns: gets the column sums.
+        offset: the column that meets the first row on the diagonal, which is left out if `diagonal`.
         """
         if self.kind == self.kernels.PLAIN:
             cosines.copy_(to_units(self.score, cosines, self.e))
@@ -94,63 +92,58 @@ class _Launch:
         tile = max(1, 4096 // width)
         tiles = 8 if columns is not None and rows > 65536 else 1
         self.kernels.score_kernel[(-(-rows // (tile * tiles)),)](
-            cosines, sums, columns, start, self.curve, self.one, rows, count, offset,
-            KIND=self.kind, DIAGONAL=diagonal, STORE=store, COLUMN_SUMS=columns is not None,
+            cosines, out, sums, columns, start, self.curve, self.one, rows, count, count if summed is None else summed,
+            offset, KIND=self.kind, DIAGONAL=diagonal, STORE=out is not None, COLUMN_SUMS=columns is not None,
             ROWS=tile, COLUMNS=width, TILES=tiles, SHIFT=2.0**shift, num_warps=4,
         )  # fmt: skip
         return sums
 
     def run(self, total: Tensor | None, skip: Tensor) -> tuple[Tensor, Tensor]:
-        size, count = self.memory.shape[0], self.incoming.shape[0]
-        device = self.memory.device
+        if self.memory.shape[0] <= WHOLE:
+            return self._on_all(total, skip)
+        return self._on_some(self.from_scratch() if total is None else total, skip)
+
+    def _on_all(self, total: Tensor | None, skip: Tensor) -> tuple[Tensor, Tensor]:
+        """Simulate on every slot: one product, and nothing to verify."""
+        size = self.memory.shape[0]
+        h, sums = self._pairs(torch.cat([self.memory, self.incoming]), size)
         if total is None:
-            total = self.from_scratch()
+            total = self.from_scratch() if self._has_shortcut() else sums[:size]
+        simulation = _Simulation(self, h, total, sums[size:], skip)
+        simulation.run()
+        return simulation.slots, simulation.after
+
+    def _on_some(self, total: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+        """Simulate on the slots that can have the largest N, verify on all others, and mend."""
+        size, count = self.memory.shape[0], self.incoming.shape[0]
         seen = self.memory @ self.incoming.T
-        arriving = torch.zeros(count, dtype=torch.float64, device=device)
-        bound = self.scored(seen, start=total, columns=arriving)
-        whole = size <= self._whole_up_to()
-        if whole:
-            candidates, inside = torch.arange(size, device=device), None
-        else:
-            candidates, inside = _highest(bound, max(ITEMS - count, ITEMS // 4))
-        chosen = candidates.shape[0]
+        arriving = torch.zeros(count, dtype=torch.float64, device=self.memory.device)
+        bound = self.scored(seen, out=seen, start=total, columns=arriving)
+        candidates, inside = _highest(bound, CANDIDATES)
         items = torch.cat([self.memory[candidates], self.incoming])
-        pairs = items @ items.T
-        self.scored(pairs, diagonal=True, shift=self.kernels.PLACE_BITS)
-        slots = torch.empty(count, dtype=torch.int64, device=device)
-        evicted = torch.empty(count, dtype=torch.int64, device=device)
-        level = torch.empty(count, dtype=torch.float64, device=device)
-        after = torch.empty_like(total)
-        source = torch.empty(0 if whole else size, dtype=torch.int32, device=device)
-        first_wrong = torch.full((1,), count, dtype=torch.int32, device=device)
-        start = torch.cat([total[candidates], arriving])
-
-        def simulate(again: bool) -> None:
-            self.kernels.simulate_kernel[(1,)](
-                pairs, start, skip, candidates, slots, evicted, level, after, source, first_wrong, chosen, count, size,
-                COMPETE=self.compete, AGAIN=again, ITEMS=_power(chosen + count), PLACE_BITS=self.kernels.PLACE_BITS,
-                num_warps=8 if chosen + count <= 2048 else 16,
-            )  # fmt: skip
-
-        simulate(again=False)
-        if inside is None:
-            return slots, after
-        lost = self.memory @ items[evicted].T
+        h, sums = self._pairs(items, candidates.shape[0])
+        outside = arriving - sums[candidates.shape[0] :]
+        simulation = _Simulation(self, h, total, arriving, skip, candidates, outside)
+        simulation.run()
+        lost = self.memory @ items[simulation.evicted].T
         tile = max(1, 4096 // _power(count))
         self.kernels.verify_kernel[(-(-size // tile),)](
-            seen, lost, total, level, slots, inside, after, first_wrong, self.curve, self.one, size, count,
+            seen, lost, total, simulation.level, simulation.slots, inside, simulation.after, simulation.first_wrong,
+            self.curve, self.one, size, count,
             KIND=self.kind, COMPETE=self.compete, ROWS=tile, COUNT=_power(count), num_warps=4,
         )  # fmt: skip
         # these two return at once unless a mistake was found
-        simulate(again=True)
-        self._go_on(seen, lost, total, inside, after, source, skip, slots, first_wrong)
-        return slots, after
+        simulation.run(again=True)
+        self._go_on(seen, lost, total, inside, simulation)
+        return simulation.slots, simulation.after
 
-    def _go_on(
-        self, seen: Tensor, lost: Tensor, total: Tensor, inside: Tensor, after: Tensor, source: Tensor, skip: Tensor,
-        slots: Tensor, first_wrong: Tensor,
-    ) -> None:  # fmt: skip
-        """The literal loop from the first mistake, if there was one, over `after` and `slots`."""
+    def _pairs(self, items: Tensor, residents: int) -> tuple[Tensor, Tensor]:
+        """h of all pairs as the simulation wants it, and each item's sum over the `residents` in front."""
+        h = items @ items.T
+        return h, self.scored(h, out=h, diagonal=True, shift=self.kernels.PLACE_BITS, summed=residents)
+
+    def _go_on(self, seen: Tensor, lost: Tensor, total: Tensor, inside: Tensor, simulation: _Simulation) -> None:
+        """The literal loop from the first mistake, if there was one, over what the simulation gave."""
         (size, count), dim, device = seen.shape, self.memory.shape[1], seen.device
         parts = 1
         if self.memory.is_cuda:  # they wait for each other, so all must run at the same time
@@ -159,31 +152,55 @@ class _Launch:
         f64: Any = {"dtype": torch.float64, "device": device}
         i32: Any = {"dtype": torch.int32, "device": device}
         self.kernels.literal_kernel[(parts,)](
-            self.memory, self.incoming, seen, lost, total, inside, after, source, torch.empty(size, **f64), skip, slots,
-            first_wrong, torch.empty(2 * most, **f64), torch.empty(2 * most, **i32), torch.empty(2 * most, **i32),
+            self.memory, self.incoming, seen, lost, total, inside, simulation.after, simulation.source,
+            torch.empty(size, **f64), simulation.skip, simulation.slots, simulation.first_wrong,
+            torch.empty(2 * most, **f64), torch.empty(2 * most, **i32), torch.empty(2 * most, **i32),
             torch.empty(2 * most, **f64), torch.zeros(1, **i32), self.curve, self.one, size, count, dim,
             KIND=self.kind, COMPETE=self.compete, PARTS=most, ROWS=max(1, min(64, 8192 // width)), DIM=width,
             num_warps=8,
         )  # fmt: skip
 
-    def _whole_up_to(self) -> int:
-        if self.kind == self.kernels.PLAIN:
-            return WHOLE_LIMIT
-        width = self.score.width
-        broad = self.score.kind in ("linear", "quadratic") or (not isinstance(width, Tensor) and width > -4.0)
-        return WHOLE_BROAD if broad else WHOLE
+    def _has_shortcut(self) -> bool:
+        return self.score.kind == "linear" and self.memory.shape[0] > SHORTCUT
 
     def from_scratch(self) -> Tensor:
         """N of every slot, in units: a chunk of rows at a time, each matrix element written and read once."""
         size = self.memory.shape[0]
-        if self.score.kind == "linear" and size > SHORTCUT:
+        if self._has_shortcut():
             return total_units(self.score, self.memory, self.e)
         step = max(16, CHUNK_ELEMENTS["cuda"] // size // 16 * 16)
         sums = [
-            self.scored(self.memory[first : first + step] @ self.memory.T, diagonal=True, store=False, offset=first)
+            self.scored(self.memory[first : first + step] @ self.memory.T, diagonal=True, offset=first)
             for first in range(0, size, step)
         ]
         return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+class _Simulation:
+    """The policy on all slots, or on those named by `candidates`; see `simulate_kernel` for the arguments."""
+
+    def __init__(
+        self, launch: _Launch, h: Tensor, total: Tensor, arriving: Tensor, skip: Tensor,
+        candidates: Tensor | None = None, outside: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        count, size = launch.incoming.shape[0], launch.memory.shape[0]
+        self.launch, self.h, self.total, self.arriving, self.skip = launch, h, total, arriving, skip
+        self.candidates, self.outside = candidates, outside
+        self.slots, self.evicted = total.new_empty((2, count), dtype=torch.int64)
+        self.level, self.after = total.new_empty(count), torch.empty_like(total)
+        self.source = total.new_empty(0 if candidates is None else size, dtype=torch.int32)
+        self.first_wrong = None if candidates is None else total.new_full((1,), count, dtype=torch.int32)
+
+    def run(self, *, again: bool = False) -> None:
+        """again: only if a mistake was found, and only up to it."""
+        launch, size = self.launch, self.total.shape[0]
+        places = size if self.candidates is None else self.candidates.shape[0]
+        launch.kernels.simulate_kernel[(1,)](
+            self.h, self.total, self.arriving, self.outside, self.skip, self.candidates, self.slots, self.evicted,
+            self.level, self.after, self.source, self.first_wrong, places, self.skip.shape[0], size,
+            COMPETE=launch.compete, AGAIN=again, PLACES=_power(places), PLACE_BITS=launch.kernels.PLACE_BITS,
+            num_warps=SIMULATION_WARPS,
+        )  # fmt: skip
 
 
 def total_fused(score: Score, memory: Tensor, e: int) -> Tensor:

@@ -53,13 +53,14 @@ def _units(x, curve, one, KIND: tl.constexpr):
 
 @triton.jit
 def score_kernel(
-    matrix, row_sums, column_sums, start, curve, one, rows, columns, offset,
+    matrix, out, row_sums, column_sums, start, curve, one, rows, columns, summed, offset,
     KIND: tl.constexpr, DIAGONAL: tl.constexpr, STORE: tl.constexpr, COLUMN_SUMS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """cosines (rows, columns) -> units in place, with row sums (+ `start`) and column sums in float64.
+    """cosines (rows, columns) -> units · SHIFT in `out`, with row sums (+ `start`) and column sums in float64.
 
-    Column sums need COLUMNS >= columns: a program adds its TILES tiles of rows up before it meets the others.
+    Row sums are over the first `summed` columns. Column sums need COLUMNS >= columns: a program adds its TILES tiles of
+    rows up before it meets the others.
     """
     down = tl.zeros((COLUMNS,), dtype=tl.float64)
     for tile in range(0, TILES):
@@ -70,16 +71,16 @@ def score_kernel(
             total += tl.load(start + r, mask=row_ok, other=0.0)
         for first in range(0, columns, COLUMNS):
             c = first + tl.arange(0, COLUMNS)
-            at = matrix + r[:, None] * columns + c[None, :]
+            at = r[:, None] * columns + c[None, :]
             ok = row_ok[:, None] & (c < columns)[None, :]
-            h = _units(tl.load(at, mask=ok, other=-1.0), curve, one, KIND)
+            h = _units(tl.load(matrix + at, mask=ok, other=-1.0), curve, one, KIND)
             if DIAGONAL:
                 h = tl.where(r[:, None] + offset == c[None, :], 0.0, h)
             h = tl.where(ok, h, 0.0)
             if STORE:
-                tl.store(at, h * SHIFT, mask=ok)  # a power of two: exact
+                tl.store(out + at, (h * SHIFT).to(out.dtype.element_ty), mask=ok)  # a power of two: exact
             wide = h.to(tl.float64)
-            total += tl.sum(wide, axis=1)
+            total += tl.sum(tl.where((c < summed)[None, :], wide, 0.0), axis=1)
             if COLUMN_SUMS:
                 down += tl.sum(wide, axis=0)
         tl.store(row_sums + r, total, mask=row_ok)
@@ -89,73 +90,91 @@ def score_kernel(
 
 
 @triton.jit
-def _higher(key, item, other_key, other_item):
-    """Combine for the arg-max below. Keys of living items differ, so there are no ties to break here."""
+def _higher(key, item, n, other_key, other_item, other_n):
+    """The item with the larger key, and the sum of n. Keys differ, so there are no ties to break here."""
     take = other_key > key
-    return tl.where(take, other_key, key), tl.where(take, other_item, item)
+    return tl.where(take, other_key, key), tl.where(take, other_item, item), n + other_n
 
 
 @triton.jit
 def simulate_kernel(
-    h, start, skip, slot_of, slots, evicted, level, after, source, first_wrong, candidates, count, rows,
-    COMPETE: tl.constexpr, AGAIN: tl.constexpr, ITEMS: tl.constexpr, PLACE_BITS: tl.constexpr,
+    h, start, arriving, outside, skip, slot_of, slots, evicted, level, after, source, first_wrong,
+    candidates, count, rows,
+    COMPETE: tl.constexpr, AGAIN: tl.constexpr, PLACES: tl.constexpr, PLACE_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The policy on `candidates` residents and `count` newcomers, one program. See `dense.Batch` for the idea.
+    """The policy on the `candidates` places and `count` newcomers, one program. See `dense.Batch` for the idea.
 
-    h: (n, n) units · 2^PLACE_BITS with a zero diagonal, n = candidates + count; start (n,): N of each item against the
-    memory, in units; slot_of (candidates,): the slot of each place, in ascending order.
-    Out, per newcomer: its slot (-1 = turned away), the item that left, its N then; per slot of a candidate: N after.
-    An item's key is its N followed by its place counted from the end, so the largest key is the largest N at the
-    lowest slot. A newcomer that competes has the last place: it loses ties.
+    h: (n, n) units · 2^PLACE_BITS with a zero diagonal; of its n = candidates + count items the first are in the places
+    at the beginning. start (rows,): N of each slot, in units; arriving: N of the first newcomer; outside (count,) or
+    None: N of each newcomer against the slots that are not simulated; slot_of (candidates,), ascending, or None where
+    places are slots.
+    Out, per newcomer: its slot (-1 = turned away), the item that left, its N then; per slot of a place: N after.
+    A place's key is its N followed by the place counted from the end, so the largest key is the largest N at the lowest
+    slot. A newcomer that competes has nothing after its N: it loses ties.
     AGAIN: only if there was a mistake, and only up to it, so that the literal kernel can go on from there; it also says
-    which row of memory, or rows + b, the candidates' slots hold by then (`source`).
+    which row of memory, or rows + b, the slots of the places hold by then (`source`).
     """
     LAST: tl.constexpr = (1 << PLACE_BITS) - 1
-    GONE: tl.constexpr = -(1 << 62)  # stays below every living key whatever is added to it
-    items = candidates + count  # at most 4,607, so their square fits 32 bits
+    NEVER: tl.constexpr = -(1 << 62)
+    items = candidates + count  # at most 4,608, so their square fits 32 bits
     upto = count
     go = count > 0
     if AGAIN:
         upto = tl.load(first_wrong)
         go = upto < count
     if go:
-        item = tl.arange(0, ITEMS)
-        ok = item < items
-        key = tl.load(start + item, mask=ok, other=0.0).to(tl.int64) << PLACE_BITS
-        key = tl.where(item < candidates, key + (LAST - item), key)
-        key = tl.where(ok, key, GONE)
-        row = tl.load(h + candidates * items + item, mask=ok, other=0.0).to(tl.int64)
+        place = tl.arange(0, PLACES)
+        ok = place < candidates
+        slot = place.to(tl.int64)
+        if slot_of is not None:
+            slot = tl.load(slot_of + place, mask=ok, other=0)
+        key = tl.load(start + slot, mask=ok, other=0.0).to(tl.int64) << PLACE_BITS
+        key = tl.where(ok, key + (LAST - place), NEVER)
+        who = place  # the item that each place holds
+        row = tl.load(h + candidates * items + who, mask=ok, other=0.0).to(tl.int64)
+        after_row = tl.load(h + tl.minimum(candidates + 1, items - 1) * items + who, mask=ok, other=0.0).to(tl.int64)
+        n = tl.load(arriving).to(tl.int64) << PLACE_BITS  # of the newcomer whose turn it is
         for b in range(0, upto):
             me = candidates + b
-            # the next newcomer's row does not depend on who leaves: fetch it while the arg-max runs
-            following = tl.load(h + tl.minimum(me + 1, items - 1) * items + item, mask=ok, other=0.0)
+            # Rows of later newcomers hardly depend on who leaves now: they are fetched two turns ahead, and corrected
+            # in the one place that changes. Memory is far away; this hides all of its latency but the evicted row's.
+            one_ahead = h + tl.minimum(me + 1, items - 1) * items
+            two_ahead = h + tl.minimum(me + 2, items - 1) * items
+            coming = tl.load(two_ahead + who, mask=ok, other=0.0)
             left_out = tl.load(skip + b) != 0
             if COMPETE:
-                value = tl.where(item <= me, key + row, GONE)
+                value = tl.where(ok, key + row, NEVER)
             else:
-                value = tl.where(item < me, key, GONE)
-            best, gone = tl.reduce((value, item), 0, _higher)
+                value = key
+            best, gone, next_n = tl.reduce((value, who, after_row), 0, _higher)
             taken = LAST - (best & LAST).to(tl.int32)
-            turned_away = (gone == me) | left_out
+            turned_away = left_out
+            if COMPETE:
+                turned_away = left_out | (n > best)
+                best = tl.maximum(best, n)
             gone = tl.where(turned_away, me, gone)  # exchanging a newcomer for itself changes nothing
-            other = tl.load(h + gone * items + item, mask=ok, other=0.0).to(tl.int64)
-            key += row - other
-            key = tl.where(item == me, key + (LAST - taken), key)
-            key = tl.where(item == gone, GONE, key)
+            taken = tl.where(turned_away, PLACES, taken)
+            other = tl.load(h + gone * items + who, mask=ok, other=0.0).to(tl.int64)
+            n -= tl.load(h + me * items + gone).to(tl.int64)
+            key = tl.where(place == taken, n + (LAST - taken), key + row - other)
+            to_me = tl.load(one_ahead + me).to(tl.int64)
+            n = next_n - tl.load(one_ahead + gone).to(tl.int64) + to_me
+            if outside is not None:
+                n += tl.load(outside + tl.minimum(b + 1, count - 1)).to(tl.int64) << PLACE_BITS
+            who = tl.where(place == taken, me, who)
+            row = tl.where(place == taken, to_me, after_row)
+            after_row = tl.where(place == taken, tl.load(two_ahead + me), coming).to(tl.int64)
             if AGAIN == 0:
-                slot = tl.load(slot_of + tl.minimum(taken, candidates - 1))
-                tl.store(slots + b, tl.where(turned_away, -1, slot))
-                tl.store(evicted + b, gone)
+                into = taken.to(tl.int64)
+                if slot_of is not None:
+                    into = tl.load(slot_of + tl.minimum(taken, candidates - 1))
+                tl.store(slots + b, tl.where(turned_away, -1, into))
+                tl.store(evicted + b, gone.to(tl.int64))
                 # a newcomer that takes no part can have no rival
                 tl.store(level + b, tl.where(left_out, float("inf"), (best >> PLACE_BITS).to(tl.float64)))
-            row = following.to(tl.int64)
-        alive = (key > (GONE >> 1)) & (item < candidates + upto)
-        slot = tl.load(slot_of + (LAST - (key & LAST)), mask=alive, other=0)
-        tl.store(after + slot, (key >> PLACE_BITS).to(tl.float64), mask=alive)
+        tl.store(after + slot, (key >> PLACE_BITS).to(tl.float64), mask=ok)
         if AGAIN:
-            tl.store(
-                source + slot, tl.where(item < candidates, slot, rows + item - candidates).to(tl.int32), mask=alive
-            )
+            tl.store(source + slot, tl.where(who < candidates, slot, rows + who - candidates).to(tl.int32), mask=ok)
 
 
 @triton.jit
@@ -281,7 +300,7 @@ def literal_kernel(
             if me == 0:
                 tl.store(slots + b, tl.where(out, -1, slot).to(tl.int64))
             if out == 0:
-                resident = tl.load(memory + tl.minimum(from_, rows - 1) * dim + d, mask=d < dim, other=0.0)
+                resident = tl.load(memory + tl.minimum(from_, rows - 1).to(tl.int64) * dim + d, mask=d < dim, other=0.0)
                 arrival = tl.load(incoming + tl.maximum(from_ - rows, 0) * dim + d, mask=d < dim, other=0.0)
                 gone = tl.where(from_ < rows, resident, arrival)
                 for first in range(begin, end, ROWS):
