@@ -25,7 +25,7 @@ WHOLE = 4096
 BLOCK = 512
 #: Slots that are simulated where not all are.
 CANDIDATES = 1024
-SIMULATION_WARPS = 8
+SIMULATION_WARPS = 0
 
 
 def unavailable(memory: Tensor, score: Score) -> str | None:
@@ -121,9 +121,8 @@ class _Launch:
         bound = self.scored(seen, out=seen, start=total, columns=arriving)
         candidates, inside = _highest(bound, CANDIDATES)
         items = torch.cat([self.memory[candidates], self.incoming])
-        h, sums = self._pairs(items, candidates.shape[0])
-        outside = arriving - sums[candidates.shape[0] :]
-        simulation = _Simulation(self, h, total, arriving, skip, candidates, outside)
+        h, _ = self._pairs(items, candidates.shape[0])
+        simulation = _Simulation(self, h, total, arriving, skip, candidates)
         simulation.run()
         lost = self.memory @ items[simulation.evicted].T
         tile = max(1, 4096 // _power(count))
@@ -181,11 +180,11 @@ class _Simulation:
 
     def __init__(
         self, launch: _Launch, h: Tensor, total: Tensor, arriving: Tensor, skip: Tensor,
-        candidates: Tensor | None = None, outside: Tensor | None = None,
+        candidates: Tensor | None = None,
     ) -> None:  # fmt: skip
         count, size = launch.incoming.shape[0], launch.memory.shape[0]
         self.launch, self.h, self.total, self.arriving, self.skip = launch, h, total, arriving, skip
-        self.candidates, self.outside = candidates, outside
+        self.candidates = candidates
         self.slots, self.evicted = total.new_empty((2, count), dtype=torch.int64)
         self.level, self.after = total.new_empty(count), torch.empty_like(total)
         self.source = total.new_empty(0 if candidates is None else size, dtype=torch.int32)
@@ -196,10 +195,10 @@ class _Simulation:
         launch, size = self.launch, self.total.shape[0]
         places = size if self.candidates is None else self.candidates.shape[0]
         launch.kernels.simulate_kernel[(1,)](
-            self.h, self.total, self.arriving, self.outside, self.skip, self.candidates, self.slots, self.evicted,
+            self.h, self.total, self.arriving, self.skip, self.candidates, self.slots, self.evicted,
             self.level, self.after, self.source, self.first_wrong, places, self.skip.shape[0], size,
-            COMPETE=launch.compete, AGAIN=again, PLACES=_power(places), PLACE_BITS=launch.kernels.PLACE_BITS,
-            num_warps=SIMULATION_WARPS,
+            COMPETE=launch.compete, AGAIN=again, PLACES=_power(places), COUNT=_power(self.skip.shape[0]),
+            PLACE_BITS=launch.kernels.PLACE_BITS, num_warps=SIMULATION_WARPS or (8 if places <= 1024 else 16),
         )  # fmt: skip
 
 

@@ -90,80 +90,78 @@ def score_kernel(
 
 
 @triton.jit
-def _higher(key, item, n, other_key, other_item, other_n):
-    """The item with the larger key, and the sum of n. Keys differ, so there are no ties to break here."""
+def _higher(key, item, other_key, other_item):
+    """Combine for the arg-max below. Keys of living items differ, so there are no ties to break here."""
     take = other_key > key
-    return tl.where(take, other_key, key), tl.where(take, other_item, item), n + other_n
+    return tl.where(take, other_key, key), tl.where(take, other_item, item)
 
 
 @triton.jit
 def simulate_kernel(
-    h, start, arriving, outside, skip, slot_of, slots, evicted, level, after, source, first_wrong,
-    candidates, count, rows,
-    COMPETE: tl.constexpr, AGAIN: tl.constexpr, PLACES: tl.constexpr, PLACE_BITS: tl.constexpr,
+    h, start, arriving, skip, slot_of, slots, evicted, level, after, source, first_wrong, candidates, count, rows,
+    COMPETE: tl.constexpr, AGAIN: tl.constexpr, PLACES: tl.constexpr, COUNT: tl.constexpr, PLACE_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The policy on the `candidates` places and `count` newcomers, one program. See `dense.Batch` for the idea.
+    """The policy on `candidates` residents and `count` newcomers, one program. See `dense.Batch` for the idea.
 
-    h: (n, n) units · 2^PLACE_BITS with a zero diagonal; of its n = candidates + count items the first are in the places
-    at the beginning. start (rows,): N of each slot, in units; arriving: N of the first newcomer; outside (count,) or
-    None: N of each newcomer against the slots that are not simulated; slot_of (candidates,), ascending, or None where
-    places are slots.
-    Out, per newcomer: its slot (-1 = turned away), the item that left, its N then; per slot of a place: N after.
-    A place's key is its N followed by the place counted from the end, so the largest key is the largest N at the lowest
-    slot. A newcomer that competes has nothing after its N: it loses ties.
+    h: (n, n) units · 2^PLACE_BITS with a zero diagonal, n = candidates + count. start (rows,): N of each slot;
+    arriving (count,): N of each newcomer against the memory, in units; slot_of (candidates,): the slot of each resident,
+    ascending, or None where all slots are simulated.
+    Out, per newcomer: its slot (-1 = turned away), the item that left, its N then; per slot of a resident: N after.
+    An item's key is its N followed by its place counted from the end, so the largest key is the largest N at the lowest
+    slot. A resident's place is its own number, so its key tells which it is. A newcomer that competes has the last
+    place: it loses ties.
     AGAIN: only if there was a mistake, and only up to it, so that the literal kernel can go on from there; it also says
-    which row of memory, or rows + b, the slots of the places hold by then (`source`).
+    which row of memory, or rows + b, the residents' slots hold by then (`source`).
     """
     LAST: tl.constexpr = (1 << PLACE_BITS) - 1
-    NEVER: tl.constexpr = -(1 << 62)
-    items = candidates + count  # at most 4,608, so their square fits 32 bits
+    GONE: tl.constexpr = -(1 << 62)  # stays below every living key whatever is added to it
+    items = candidates + count  # at most 4,607, so their square fits 32 bits
     upto = count
     go = count > 0
     if AGAIN:
         upto = tl.load(first_wrong)
         go = upto < count
     if go:
-        place = tl.arange(0, PLACES)
-        ok = place < candidates
-        slot = place.to(tl.int64)
+        old = tl.arange(0, PLACES)
+        new = tl.arange(0, COUNT)
+        old_ok = old < candidates
+        new_ok = new < count
+        to_new = h + candidates  # of a row: where the newcomers begin
+        slot = old.to(tl.int64)
         if slot_of is not None:
-            slot = tl.load(slot_of + place, mask=ok, other=0)
-        key = tl.load(start + slot, mask=ok, other=0.0).to(tl.int64) << PLACE_BITS
-        key = tl.where(ok, key + (LAST - place), NEVER)
-        who = place  # the item that each place holds
-        row = tl.load(h + candidates * items + who, mask=ok, other=0.0).to(tl.int64)
-        after_row = tl.load(h + tl.minimum(candidates + 1, items - 1) * items + who, mask=ok, other=0.0).to(tl.int64)
-        n = tl.load(arriving).to(tl.int64) << PLACE_BITS  # of the newcomer whose turn it is
+            slot = tl.load(slot_of + old, mask=old_ok, other=0)
+        key = tl.load(start + slot, mask=old_ok, other=0.0).to(tl.int64) << PLACE_BITS
+        key = tl.where(old_ok, key + (LAST - old), GONE)
+        new_key = tl.load(arriving + new, mask=new_ok, other=0.0).to(tl.int64) << PLACE_BITS
+        row = tl.load(h + candidates * items + old, mask=old_ok, other=0.0)
+        new_row = tl.load(to_new + candidates * items + new, mask=new_ok, other=0.0)
         for b in range(0, upto):
             me = candidates + b
-            # Rows of later newcomers hardly depend on who leaves now: they are fetched two turns ahead, and corrected
-            # in the one place that changes. Memory is far away; this hides all of its latency but the evicted row's.
-            one_ahead = h + tl.minimum(me + 1, items - 1) * items
-            two_ahead = h + tl.minimum(me + 2, items - 1) * items
-            coming = tl.load(two_ahead + who, mask=ok, other=0.0)
+            # the next newcomer's row does not depend on who leaves: fetch it while the arg-max runs
+            ahead = tl.minimum(me + 1, items - 1) * items
+            following = tl.load(h + ahead + old, mask=old_ok, other=0.0)
+            new_following = tl.load(to_new + ahead + new, mask=new_ok, other=0.0)
             left_out = tl.load(skip + b) != 0
+            gain = row.to(tl.int64)
+            new_gain = new_row.to(tl.int64)
             if COMPETE:
-                value = tl.where(ok, key + row, NEVER)
+                best = tl.max(key + gain, axis=0)
+                new_value = tl.where(new <= b, new_key + new_gain, GONE)
             else:
-                value = key
-            best, gone, next_n = tl.reduce((value, who, after_row), 0, _higher)
+                best = tl.max(key, axis=0)
+                new_value = tl.where(new < b, new_key, GONE)
+            new_best, newcomer = tl.reduce((new_value, new), 0, _higher)
+            gone = tl.where(new_best > best, candidates + newcomer, LAST - (best & LAST).to(tl.int32))
+            best = tl.maximum(best, new_best)
             taken = LAST - (best & LAST).to(tl.int32)
-            turned_away = left_out
-            if COMPETE:
-                turned_away = left_out | (n > best)
-                best = tl.maximum(best, n)
+            turned_away = (gone == me) | left_out
             gone = tl.where(turned_away, me, gone)  # exchanging a newcomer for itself changes nothing
-            taken = tl.where(turned_away, PLACES, taken)
-            other = tl.load(h + gone * items + who, mask=ok, other=0.0).to(tl.int64)
-            n -= tl.load(h + me * items + gone).to(tl.int64)
-            key = tl.where(place == taken, n + (LAST - taken), key + row - other)
-            to_me = tl.load(one_ahead + me).to(tl.int64)
-            n = next_n - tl.load(one_ahead + gone).to(tl.int64) + to_me
-            if outside is not None:
-                n += tl.load(outside + tl.minimum(b + 1, count - 1)).to(tl.int64) << PLACE_BITS
-            who = tl.where(place == taken, me, who)
-            row = tl.where(place == taken, to_me, after_row)
-            after_row = tl.where(place == taken, tl.load(two_ahead + me), coming).to(tl.int64)
+            loss = tl.load(h + gone * items + old, mask=old_ok, other=0.0).to(tl.int64)
+            new_loss = tl.load(to_new + gone * items + new, mask=new_ok, other=0.0).to(tl.int64)
+            key = tl.where(old == gone, GONE, key + gain - loss)
+            new_key += new_gain - new_loss
+            new_key = tl.where(new == b, new_key + (LAST - taken), new_key)
+            new_key = tl.where(new == gone - candidates, GONE, new_key)
             if AGAIN == 0:
                 into = taken.to(tl.int64)
                 if slot_of is not None:
@@ -172,9 +170,18 @@ def simulate_kernel(
                 tl.store(evicted + b, gone.to(tl.int64))
                 # a newcomer that takes no part can have no rival
                 tl.store(level + b, tl.where(left_out, float("inf"), (best >> PLACE_BITS).to(tl.float64)))
-        tl.store(after + slot, (key >> PLACE_BITS).to(tl.float64), mask=ok)
+            row = following
+            new_row = new_following
+        stays = old_ok & (key > (GONE >> 1))
+        tl.store(after + slot, (key >> PLACE_BITS).to(tl.float64), mask=stays)
+        joined = (new < upto) & (new_key > (GONE >> 1))
+        new_slot = (LAST - (new_key & LAST)).to(tl.int64)
+        if slot_of is not None:
+            new_slot = tl.load(slot_of + new_slot, mask=joined, other=0)
+        tl.store(after + new_slot, (new_key >> PLACE_BITS).to(tl.float64), mask=joined)
         if AGAIN:
-            tl.store(source + slot, tl.where(who < candidates, slot, rows + who - candidates).to(tl.int32), mask=ok)
+            tl.store(source + slot, slot.to(tl.int32), mask=stays)
+            tl.store(source + new_slot, (rows + new).to(tl.int32), mask=joined)
 
 
 @triton.jit
