@@ -11,7 +11,7 @@ from rich.progress import Progress
 from torch import nn
 
 from duel.errors import UserError
-from duel.evaluation import EvaluationSettings, class_table, evaluate, online_knn, save, table
+from duel.evaluation import EvaluationSettings, class_cosines, class_table, evaluate, online_measures, save, table
 from duel.evaluation.knn import topk, weighted_knn
 from duel.evaluation.probe import linear_probe
 
@@ -117,7 +117,7 @@ def test_the_encoder_is_left_as_it_was(sources):
     before = {name: value.clone() for name, value in encoder.state_dict().items()}
     random = torch.get_rng_state()
     evaluate(encoder, *sources, settings=QUICK, **STATS)
-    online_knn(encoder, *sources, settings=QUICK, **STATS)
+    online_measures(encoder, *sources, settings=QUICK, **STATS)
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
     assert encoder.training
     assert encoder.body[1].training
@@ -152,16 +152,21 @@ def test_small_sets_use_the_neighbours_they_have():
     table(found)
 
 
-def test_online_knn_is_the_weighted_knn_of_the_encoder_as_it_is(sources):
+def test_online_measures_are_those_of_the_encoder_as_it_is(sources):
     encoder = Encoder()
-    found = online_knn(encoder, *sources, settings=QUICK, **STATS)
+    found = online_measures(encoder, *sources, settings=QUICK, **STATS)
     encoder.eval()
     with torch.no_grad():
         train_x, test_x = (encoder.features((source.data.float() / 255 - 0.5) / 0.25) for source in sources)
     # 88 of the 90 test images would be balanced exactly; two classes have one more
     expected = weighted_knn(test_x, train_x, sources[1].labels, sources[0].labels, k=200)["accuracy"]
-    assert found == pytest.approx(expected, abs=0.03)
-    assert 0.25 < online_knn(encoder, *sources, train_images=40, test_images=20, settings=QUICK, **STATS) <= 1
+    assert found["knn"] == pytest.approx(expected, abs=0.03)
+    intra, inter = class_cosines(test_x, sources[1].labels)
+    assert found["intra_class_cosine"] == pytest.approx(intra, abs=0.02)
+    assert found["inter_class_cosine"] == pytest.approx(inter, abs=0.02)
+    assert (
+        0.25 < online_measures(encoder, *sources, train_images=40, test_images=20, settings=QUICK, **STATS)["knn"] <= 1
+    )
 
 
 def test_tables_show_per_cent(result):

@@ -6,6 +6,8 @@ Importing this module must stay cheap (no torch): ``duel --help`` is built from 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -262,14 +264,19 @@ class TrainConfig:
         restored: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**restored)
 
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide the result; how a run is carried out and watched is left out."""
+        values = self.as_dict()
+        return {f.name: values[f.name] for f in dataclasses.fields(self) if not f.metadata.get("free")}
+
+    def fingerprint(self) -> str:
+        """Ten hex digits of `identity`: equal for configs that differ only in how a run is carried out."""
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:10]
+
     def differences(self, other: TrainConfig) -> list[str]:
         """One line per setting that would change what `self` computes, as it is and as `other` has it."""
-        lines = []
-        for f in dataclasses.fields(self):
-            mine, theirs = getattr(self, f.name), getattr(other, f.name)
-            if mine != theirs and not f.metadata.get("free"):
-                lines.append(f"{f.name}: {mine} -> {theirs}")
-        return lines
+        theirs = other.identity()
+        return [f"{k}: {mine} -> {theirs[k]}" for k, mine in self.identity().items() if mine != theirs[k]]
 
 
 _METHOD_SETTINGS = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,7 +105,31 @@ class Inputs:
             np.save(run / SUBSET, self.ids.cpu().numpy())
 
 
+_kept: dict[tuple[object, ...], Source] | None = None
+
+
+@contextmanager
+def keep_sources() -> Iterator[None]:
+    """Inside the block every data set is read once, however many runs use it."""
+    global _kept
+    before, _kept = _kept, {} if _kept is None else _kept
+    try:
+        yield
+    finally:
+        _kept = before
+
+
 def load_split(config: TrainConfig, split: str) -> Source:
+    key = (config.data, split, config.root, config.image_size, config.residency)
+    if _kept is None or key not in _kept:
+        source = _load_split(config, split)
+        if _kept is None:
+            return source
+        _kept[key] = source
+    return _kept[key]
+
+
+def _load_split(config: TrainConfig, split: str) -> Source:
     return load(
         config.data,
         split="train" if split == "train" else "test",

@@ -24,6 +24,7 @@ from .config import TrainConfig
 from .errors import UserError
 
 CONFIG, META, METRICS, SUBSET, EVALUATION = "config.json", "run.json", "metrics.csv", "subset.npy", "evaluation.json"
+COMMIT_VARIABLE = "DUEL_COMMIT"
 CHECKPOINTS, TENSORBOARD, FEATURES = "checkpoints", "tensorboard", "features"
 _OURS = (CONFIG, META, METRICS, SUBSET, EVALUATION, CHECKPOINTS, TENSORBOARD, FEATURES)
 
@@ -127,7 +128,10 @@ def _versions() -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout this package is imported from, with "+" if it has uncommitted changes."""
+    """Commit of the checkout this package is imported from, with "+" if it has uncommitted changes.
+
+    A copy without git (or outside any checkout) may be told by an environment variable, COMMIT_VARIABLE.
+    """
     here = Path(__file__).parent
 
     def git(*args: str) -> str:
@@ -138,7 +142,7 @@ def _commit() -> str | None:
         git("ls-files", "--error-unmatch", __file__)  # an installed copy inside somebody else's repository has none
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno", "--", str(here)) else "")
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get(COMMIT_VARIABLE) or None
 
 
 def _clear(run: Path) -> None:

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+TIME_LIMIT = "the time limit"
 
 
 class StopRequest:
     """Inside the block the first SIGINT or SIGTERM sets `requested`; a second one interrupts at once.
 
-    Outside the main thread Python allows no handlers: signals then do what they did before.
+    until: a time of `time.monotonic` after which to stop as well, or None. Outside the main thread Python allows no
+    handlers: signals then do what they did before.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, until: float | None = None) -> None:
+        self.until = until
         self.name = ""
+        self._asked = False
         self._before: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        if not self._asked and self.until is not None and time.monotonic() >= self.until:
+            self._asked, self.name = True, TIME_LIMIT
+        return self._asked
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -31,10 +42,10 @@ class StopRequest:
         self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self._asked and self.name != TIME_LIMIT:
             self._restore()
             raise KeyboardInterrupt
-        self.requested = True
+        self._asked = True
         self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
     def _restore(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -22,6 +21,8 @@ from .runlog import RunLog
 from .signals import StopRequest
 from .step import TrainingStep
 
+ONLINE = ("knn", "intra_class_cosine", "inter_class_cosine")
+"""What is measured on test images while training (`knn_every`)."""
 FORMAT = 1  # of the checkpoint; raised when an older one cannot be continued
 
 
@@ -38,6 +39,8 @@ class RunResult:
     """The last logged metrics."""
     seconds: float = 0.0
     """Time spent training, over all attempts."""
+    stopped_by: str = ""
+    """What stopped the run, if it is not finished: a signal or `signals.TIME_LIMIT`."""
 
 
 class NonFiniteLoss(UserError):
@@ -51,15 +54,19 @@ def train(
     overwrite: bool = False,
     label: str | None = None,
     console: Console | None = None,
+    until: float | None = None,
 ) -> RunResult:
     """Train as `config` says, in its run directory; `duel.runs` says what is written there.
 
     resume: continue from the newest good checkpoint; on the CPU the result is, bit for bit, the same as without the
-    interruption. overwrite: delete the run that the directory holds. label: what the progress bar says.
+    interruption. overwrite: delete the run that the directory holds. label: what the progress bar says. until: stop
+    and save at that time of `time.monotonic`, to be resumed.
     """
     console = console or Console(stderr=True)
     out = runs.check_out(config, resume=resume, overwrite=overwrite)
     fabric = build_fabric(config)
+    if fabric.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(fabric.device)
     inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
     step = TrainingStep(config, inputs, fabric=fabric)
     seconds = _restore(step, out, console) if resume else 0.0
@@ -68,9 +75,14 @@ def train(
     loop = _Loop(config, step, inputs, out, seconds)
     meta = runs.read_meta(out) if resume else {}
     attempts = [*meta.get("attempts", []), {**runs.describe(fabric.device), "from_step": step.done}]
-    runs.write_json(out / runs.META, {"attempts": attempts, "finished": None})
-    result = loop.run(label or config.method, console)
-    budget = {"steps": result.steps, "images_encoded": step.images_encoded, "seconds": round(result.seconds, 3)}
+    runs.write_json(out / runs.META, {**meta, "attempts": attempts, "finished": None})
+    result = loop.run(label or config.method, console, until)
+    budget = {
+        "steps": result.steps,
+        "images_encoded": step.images_encoded,
+        "seconds": round(result.seconds, 3),
+        "peak_gpu_memory_mb": _peak_memory(fabric.device, meta),
+    }
     ended = datetime.now(UTC).isoformat(timespec="seconds")
     runs.write_json(
         out / runs.META,
@@ -83,6 +95,14 @@ def train(
         },
     )
     return result
+
+
+def _peak_memory(device: torch.device, before: dict[str, Any]) -> int | None:
+    """Most memory that tensors took on the GPU at any time, in MiB, over all attempts; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    earlier = before.get("budget", {}).get("peak_gpu_memory_mb") or 0
+    return max(earlier, round(torch.cuda.max_memory_allocated(device) / 2**20))
 
 
 def _restore(step: TrainingStep, out: Path, console: Console) -> float:
@@ -119,7 +139,7 @@ class _Loop:
     def seconds(self) -> float:
         return self.before + time.monotonic() - self.began
 
-    def run(self, label: str, console: Console) -> RunResult:
+    def run(self, label: str, console: Console, until: float | None = None) -> RunResult:
         config, step = self.config, self.step
         with (
             RunLog(
@@ -133,7 +153,7 @@ class _Loop:
                 config=config.as_dict(),
                 console=console,
             ) as log,
-            StopRequest() as stop,
+            StopRequest(until) as stop,
         ):
             step.fill_memory()
             self.began = time.monotonic()
@@ -155,7 +175,7 @@ class _Loop:
                     f"stopped by {stop.name} after step {step.done} of {step.steps}; everything is saved.\n"
                     f"Continue with: duel train --out {self.out} --resume"
                 )
-        return RunResult(self.out, step.done, finished, self.metrics, self.seconds)
+        return RunResult(self.out, step.done, finished, self.metrics, self.seconds, stop.name)
 
     def _mention_graph(self, log: RunLog) -> None:
         graph = self.step.graph
@@ -173,7 +193,7 @@ class _Loop:
 
     def _columns(self) -> list[str]:
         memory = [] if self.instruments is None else self.instruments.columns
-        return ["loss", "lr", "epoch", "steps_per_s", *memory, *(["knn"] if self.inputs.test is not None else [])]
+        return ["loss", "lr", "epoch", "steps_per_s", *memory, *(ONLINE if self.inputs.test is not None else ())]
 
     def _log(self, log: RunLog, last: bool) -> None:
         step = self.step
@@ -198,19 +218,22 @@ class _Loop:
                 log.say(f"warning: {message}")
         every = self.config.knn_every
         if self.inputs.test is not None and every and (step.done % every < self.config.log_every or last):
-            self.metrics["knn"] = self._knn()
+            self.metrics |= self._measure()
         log.log(step.done, self.metrics)
         self._tick = (time.monotonic(), step.done)
 
-    def _knn(self) -> float:
-        from .evaluation import online_knn
+    def _measure(self) -> dict[str, float]:
+        """A quick look at the features of test images, by the names in ONLINE."""
+        from .evaluation import online_measures
 
         if self.inputs.test is None:
-            return math.nan
+            return {}
         mean, std = self.inputs.stats
         encoder = self.step.method.encoder
         with torch.random.fork_rng(enabled=True):  # measuring must not change what is trained
-            return online_knn(encoder, self.inputs.train, self.inputs.test, mean=mean, std=std, device=self.step.device)
+            return online_measures(
+                encoder, self.inputs.train, self.inputs.test, mean=mean, std=std, device=self.step.device
+            )
 
     def _save(self, log: RunLog, *, must: bool) -> None:
         """Write a checkpoint, but never one that is not good. `must`: nothing comes after it."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from duel.evaluation.geometry import class_cosines, class_means, effective_rank, etf_distance
     from duel.evaluation.knn import Neighbours, nearest, topk, weighted_knn
     from duel.evaluation.probe import linear_probe, nearest_centroid
-    from duel.evaluation.protocol import evaluate, online_knn
+    from duel.evaluation.protocol import evaluate, online_measures
     from duel.evaluation.report import class_table, save, table
     from duel.evaluation.settings import EvaluationSettings
 
@@ -20,7 +20,7 @@ _HOME = {
     "geometry": ("class_cosines", "class_means", "effective_rank", "etf_distance"),
     "knn": ("Neighbours", "nearest", "topk", "weighted_knn"),
     "probe": ("linear_probe", "nearest_centroid"),
-    "protocol": ("evaluate", "online_knn"),
+    "protocol": ("evaluate", "online_measures"),
     "report": ("class_table", "save", "table"),
     "settings": ("EvaluationSettings",),
 }
@@ -40,7 +40,7 @@ __all__ = [
     "linear_probe",
     "nearest",
     "nearest_centroid",
-    "online_knn",
+    "online_measures",
     "reestimate_batchnorm",
     "reestimated_batchnorm",
     "save",

@@ -199,7 +199,7 @@ def protocol(
     }
 
 
-def online_knn(
+def online_measures(
     encoder: HasFeatures,
     train: Source,
     test: Source,
@@ -210,8 +210,9 @@ def online_knn(
     train_images: int = 10_000,
     test_images: int = 2_000,
     settings: EvaluationSettings = DEFAULTS,
-) -> float:
-    """Weighted k-NN accuracy on class-balanced parts of both sets, to watch learning happen while training.
+) -> dict[str, float]:
+    """To watch learning happen: knn, weighted k-NN accuracy on class-balanced parts of both sets, and of the test
+    part the mean intra_class_cosine and inter_class_cosine.
 
     The encoder as it is: BatchNorm is not re-estimated, modes are put back, global random states are not touched.
     """
@@ -227,7 +228,9 @@ def online_knn(
             sides.append((features, labels.cpu()[ids]))
     (bank, bank_labels), (queries, labels) = sides
     found = nearest(queries, bank, min(settings.neighbours, len(bank)))
-    return weighted_knn_of(found, labels, bank_labels, temperature=settings.temperature, classes=classes)["accuracy"]
+    rate = weighted_knn_of(found, labels, bank_labels, temperature=settings.temperature, classes=classes)
+    intra, inter = class_cosines(queries, labels)
+    return {"knn": rate["accuracy"], "intra_class_cosine": intra, "inter_class_cosine": inter}
 
 
 def clean_encode(encoder: HasFeatures, mean: Sequence[float], std: Sequence[float]) -> Encode:

@@ -1,0 +1,119 @@
+"""One planned run: train, measure, write its JSON. Everything that can go wrong with it stays with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+
+from .. import runs
+from ..runlog import read_metrics
+from ..signals import TIME_LIMIT
+from ..trained import evaluate
+from ..training import train
+from . import store
+from .plan import Planned
+
+Status = Literal["finished", "cut", "failed", "interrupted", "not started"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """How planned runs are carried out in this process."""
+
+    out: Path
+    """Folder of results."""
+    work: Path
+    """Folder of run directories; each is deleted once its result is written, unless `keep`."""
+    until: float | None
+    """Time of `time.monotonic` at which to stop."""
+    jobs: int
+    """Processes that share the device."""
+    keep: bool
+    quiet: bool
+    """No progress bars: several processes would write over each other."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a planned run."""
+
+    planned: Planned
+    status: Status
+    message: str = ""
+    values: dict[str, Any] | None = None
+    """What was written, for a finished run."""
+
+
+def execute(planned: Planned, job: Job) -> Outcome:
+    """Never raises for what goes wrong in the run itself: that is recorded, and tried again by the next call."""
+    if job.until is not None and time.monotonic() >= job.until:
+        return Outcome(planned, "not started")
+    folder = job.work / planned.name
+    try:
+        return _execute(planned, job, folder)
+    except KeyboardInterrupt:
+        return Outcome(planned, "interrupted", "interrupted while measuring; the next call measures again")
+    except Exception as error:
+        path = store.write_failure(job.out, planned.name, planned.config, error)
+        return Outcome(planned, "failed", f"{type(error).__name__}: {error} (recorded in {path})")
+    finally:
+        gc.collect()  # the step and its recorded graph refer to each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _execute(planned: Planned, job: Job, folder: Path) -> Outcome:
+    config = dataclasses.replace(planned.config, out=str(folder))
+    console = Console(file=open(os.devnull, "w")) if job.quiet else Console(stderr=True)  # noqa: SIM115
+    started = (folder / runs.CONFIG).is_file()
+    result = train(config, resume=started, label=planned.name, console=console, until=job.until)
+    if not result.finished:
+        by = result.stopped_by
+        return Outcome(planned, "cut" if by == TIME_LIMIT else "interrupted", f"stopped after step {result.steps}")
+    found = evaluate(folder, device=config.device, root=config.root, settings=planned.scale.evaluation, cache=False)
+    values = document(planned, folder, found, job.jobs)
+    store.write(job.out, planned.name, values)
+    if not job.keep:
+        shutil.rmtree(folder)
+    return Outcome(planned, "finished", values=values)
+
+
+def document(planned: Planned, folder: Path, evaluation: dict[str, Any], jobs: int) -> dict[str, Any]:
+    """The result of a run as it is stored: nothing about where on this machine it happened."""
+    meta = runs.read_meta(folder)
+    last = meta["attempts"][-1]
+    budget = {**meta["budget"], "jobs": jobs, "evaluation_seconds": evaluation["seconds"]}
+    budget["gpu_seconds"] = round(budget["seconds"] / jobs, 3) if "gpu" in last["hardware"] else None
+    return {
+        "row": planned.row.name,
+        "scale": planned.scale.name,
+        "hash": planned.hash,
+        "seed": planned.config.seed,
+        "config": planned.config.identity(),
+        "evaluation": {k: v for k, v in evaluation.items() if k not in ("run", "origin")},
+        "budget": budget,
+        "hardware": last["hardware"],
+        "versions": last["versions"],
+        "commit": last["commit"],
+        "started": meta["attempts"][0]["started"],
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "metrics": store.columns(read_metrics(folder)),
+    }
+
+
+def prepare_worker(jobs: int) -> None:
+    """Called once in each process that shares the machine with others."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+    if sys.stdout is not None:
+        sys.stdout.flush()

@@ -1,0 +1,190 @@
+"""What is run for each table or figure, at each scale. No torch here: the command line reads the names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import TrainConfig
+from ..errors import UserError, suggest
+from ..evaluation.settings import EvaluationSettings
+from .paper import BIASES
+from .rows import ROWS, SCORES, Row
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a run is. `settings` override the recipe's; `largest_memory` bounds every memory."""
+
+    name: str
+    data: str
+    recipe: str
+    seeds: tuple[int, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    largest_memory: int | None = None
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+
+
+SCALES: Mapping[str, Scale] = {
+    scale.name: scale
+    for scale in (
+        Scale(
+            "smoke",
+            "digits",
+            "demo",
+            (0,),
+            {"steps": 10, "batch_size": 64, "log_every": 2, "checkpoint_every": 1000, "knn_every": 4, "device": "auto"},
+            largest_memory=128,
+            evaluation=EvaluationSettings(probe_epochs=5, shot_repeats=2, neighbours=20),
+        ),
+        Scale(
+            "short",
+            "cifar10",
+            "standard",
+            (0, 1, 2),
+            {"steps": 5000, "log_every": 100, "checkpoint_every": 2500, "knn_every": 1000, "tensorboard": False},
+        ),
+        Scale(
+            "paper",
+            "cifar10",
+            "paper",
+            (0,),
+            {"log_every": 400, "checkpoint_every": 4000, "knn_every": 4000, "tensorboard": False},
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """How the stream is biased."""
+
+    bias: float = 1.0
+    kind: str = "dominant"
+    mode: str = "draw"
+
+    @property
+    def name(self) -> str:
+        """×27, ×27 subset, longtail 100 ..., as file names have it."""
+        parts = ["longtail" if self.kind == "longtail" else "", f"x{self.bias:g}", "subset" * (self.mode == "subset")]
+        return "-".join(part for part in parts if part)
+
+    def settings(self) -> dict[str, Any]:
+        return {"bias": self.bias, "bias_kind": self.kind, "bias_mode": self.mode}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run: a row on one kind of data, with one seed, at one scale."""
+
+    row: Row
+    data: Data
+    scale: Scale
+    config: TrainConfig
+
+    @property
+    def hash(self) -> str:
+        return self.config.fingerprint()
+
+    @property
+    def name(self) -> str:
+        """A readable name with the hash: of the run directory and of the result file."""
+        c = self.config
+        return f"{self.scale.name}-{c.data}-{c.backbone}-{self.row.name}-{self.data.name}-seed{c.seed}-{self.hash}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows times kinds of data."""
+
+    about: str
+    rows: tuple[str, ...]
+    data: tuple[Data, ...]
+
+
+DRAWN = tuple(Data(bias) for bias in BIASES)
+_ENDS = (DRAWN[0], DRAWN[-1])
+_METHODS = ("simclr", "moco")
+_PLAIN_AND_D = tuple(name for m in _METHODS for name in (m, f"d-{m}-literal", f"d-{m}-ours"))
+
+
+def _each(*patterns: str) -> tuple[str, ...]:
+    """`{}` stands for each of the two methods."""
+    return tuple(pattern.format(m) for m in _METHODS for pattern in patterns)
+
+
+GRIDS: Mapping[str, Grid] = {
+    "table1": Grid("Top-k accuracy", (*_PLAIN_AND_D, "simsiam"), DRAWN),
+    "table2": Grid("linear probe", _PLAIN_AND_D, DRAWN),
+    "ablation": Grid(
+        "score functions at ×27",
+        _each("d-{}-literal") + tuple(f"d-{m}-{score.replace(':', '')}" for m in _METHODS for score in SCORES),
+        DRAWN[-1:],
+    ),
+    "resources": Grid("time and memory at ×27", (*_PLAIN_AND_D, "simsiam"), DRAWN[-1:]),
+    "framework": Grid("gap recovered at ×27", _each("{}", "d-{}-ours", "d-{}-stream", "{}-memory-fifo"), _ENDS),
+    "rivals": Grid(
+        "other memories at equal budget",
+        _each("{}", "d-{}-ours", "{}-memory-fifo", "{}-memory-reservoir", "{}-memory-minred"),
+        DRAWN[-1:],
+    ),
+    "controls": Grid(
+        "what each part gives at ×27",
+        ("simclr-fifo", "moco-refresh", *_each("d-{}-at-once", "d-{}-compete", "d-{}-adaptive")),
+        DRAWN[-1:],
+    ),
+    "negative-free": Grid("methods without negatives", ("simsiam", "byol"), _ENDS),
+    "subset": Grid("a fixed subset", _PLAIN_AND_D, tuple(Data(bias, mode="subset") for bias in BIASES[1:])),
+    "longtail": Grid(
+        "exponential long tail, ratio 100",
+        _PLAIN_AND_D,
+        (Data(100.0, "longtail"), Data(100.0, "longtail", "subset")),
+    ),
+    "figure3": Grid("cosines over training", ("moco", "d-moco-literal", "d-moco-ours"), DRAWN),
+}
+
+
+def runs_of(
+    what: str,
+    scale: str,
+    *,
+    seeds: Sequence[int] | None = None,
+    rows: Sequence[str] = (),
+    biases: Sequence[float] = (),
+    free: Mapping[str, Any] | None = None,
+) -> list[Planned]:
+    """The runs of a grid (or "all"), by seed, then row, then bias, so that a plan cut short has whole seeds.
+
+    rows, biases: only these. free: settings of the machine (root, device, ...), for every run.
+    """
+    if scale not in SCALES:
+        raise UserError(suggest("scale", scale, SCALES))
+    if what != "all" and what not in GRIDS:
+        raise UserError(suggest("grid", what, ("all", *GRIDS)))
+    for row in rows:
+        if row not in ROWS:
+            raise UserError(suggest("row", row, ROWS))
+    size = SCALES[scale]
+    grids = list(GRIDS.values()) if what == "all" else [GRIDS[what]]
+    chosen: dict[str, Planned] = {}
+    for seed in size.seeds if seeds is None else seeds:
+        for grid in grids:
+            for row in grid.rows:
+                for data in grid.data:
+                    if (rows and row not in rows) or (biases and data.bias not in biases):
+                        continue
+                    planned = plan_run(ROWS[row], data, size, seed, free or {})
+                    chosen.setdefault(planned.hash, planned)  # grids share rows
+    return list(chosen.values())
+
+
+def plan_run(row: Row, data: Data, scale: Scale, seed: int, free: Mapping[str, Any]) -> Planned:
+    config = row.config(scale.recipe, scale.data)
+    changes: dict[str, Any] = {**scale.settings, **data.settings(), "seed": seed, **free}
+    largest = scale.largest_memory
+    if largest is not None and config.has_memory:
+        memory = min(config.memory_size, largest)
+        changes |= {"memory_size": memory, "refresh": min(config.refresh, memory // 2)}
+    return Planned(row, data, scale, dataclasses.replace(config, **changes))

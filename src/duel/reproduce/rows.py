@@ -1,0 +1,103 @@
+"""The rows of the tables: which method, with which settings, held against which plain one. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import recipes
+from ..config import MethodName, TrainConfig
+
+Settings = Mapping[str, Any]
+
+# The paper's form (Algorithm 2), whatever the recipe's own defaults are.
+LITERAL: Mapping[str, Settings] = {
+    "d-moco": {"source": "stream", "policy": "duel", "score": "linear", "admit": "always", "memory_size": 2048},
+    "d-simclr": {"source": "stream", "policy": "duel", "score": "linear", "admit": "always", "memory_size": 512},
+}
+# What we recommend: batches from the memory, a sharp score, slots encoded anew.
+OURS: Mapping[str, Settings] = {
+    name: {"source": "memory", "policy": "duel", "score": "exponential:0.05", "memory_size": 4096, "refresh": 256}
+    for name in ("d-moco", "d-simclr")
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table, without its bias and seed."""
+
+    name: str
+    """Part of file names; unique."""
+    label: str
+    """What the page says."""
+    method: MethodName
+    """The method whose recipe the row starts from."""
+    plain: str
+    """The row of the same method without DUEL; its own name for a plain row."""
+    settings: Settings = field(default_factory=dict)
+    """What differs from the recipe."""
+    paper: str | None = None
+    """The row of the paper's tables that it re-does."""
+
+    def config(self, recipe: str, data: str) -> TrainConfig:
+        return dataclasses.replace(recipes.recipe(recipe, method=self.method, data=data), **self.settings)
+
+
+def _plain(name: MethodName, label: str) -> Row:
+    return Row(name, label, name, name, paper=name)
+
+
+def _variants(base: str, word: str) -> list[Row]:
+    """The D-rows of one method and what they are compared with at equal budget."""
+    method: Any = f"d-{base}"
+    literal, ours = LITERAL[method], OURS[method]
+
+    def memory_first(policy: str, label: str) -> Row:
+        return Row(
+            f"{base}-memory-{policy}",
+            f"{word}, memory-first, {label}",
+            method,
+            base,
+            {**ours, "method": base, "policy": policy},
+        )
+
+    def control(name: str, label: str, start: Settings, **changes: Any) -> Row:
+        return Row(f"{method}-{name}", f"D-{word}, {label}", method, base, {**start, **changes})
+
+    rows = [
+        Row(f"{method}-literal", f"D-{word}, literal", method, base, literal, paper=method),
+        Row(f"{method}-ours", f"D-{word}, ours", method, base, ours),
+        control("stream", "ours but stream-first", ours, source="stream", memory_size=literal["memory_size"]),
+        memory_first("fifo", "FIFO"),
+        memory_first("reservoir", "reservoir"),
+        memory_first("minred", "MinRed"),
+        control("at-once", "ours, a batch evicted at once", ours, at_once=True),
+        control("compete", "ours, newcomers compete", ours, admit="compete"),
+        control("adaptive", "ours, adaptive width", ours, policy="adaptive"),
+    ]
+    rows += [control(score.replace(":", ""), f"literal but score {score}", literal, score=score) for score in SCORES]
+    return rows
+
+
+SCORES = ("quadratic", "gaussian:1", "gaussian:0.1", "exponential:0.05")
+"""Of the ablation, besides linear, which is the literal row."""
+
+_ALL = [
+    _plain("simclr", "SimCLR"),
+    _plain("moco", "MoCo v2"),
+    _plain("simsiam", "SimSiam"),
+    Row("byol", "BYOL", "byol", "byol"),
+    *_variants("simclr", "SimCLR"),
+    *_variants("moco", "MoCo"),
+    Row(
+        "simclr-fifo",
+        "SimCLR with a FIFO memory of 512",
+        "d-simclr",
+        "simclr",
+        {**LITERAL["d-simclr"], "policy": "fifo"},
+    ),
+    Row("moco-refresh", "MoCo v2, FIFO, 64 slots encoded anew", "moco", "moco", {"refresh": 64}),
+]
+ROWS: Mapping[str, Row] = {row.name: row for row in _ALL}

@@ -1,0 +1,171 @@
+"""Carries out a plan: what is finished is not repeated, what fails is recorded, what is cut is continued next time."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .. import runs
+from ..errors import UserError
+from ..inputs import keep_sources
+from . import store
+from .estimate import plan_lines
+from .execute import Job, Outcome, execute, prepare_worker
+from .plan import Planned, runs_of
+
+SHOWN = ("probe", "top1_test_to_train", "top1_test_to_test", "knn")
+
+
+@dataclass(frozen=True)
+class Done:
+    """What one call did, and what is left."""
+
+    finished: int
+    """Runs of the plan whose result is there now, earlier calls included."""
+    total: int
+    failed: int
+    interrupted: bool
+
+    @property
+    def complete(self) -> bool:
+        return self.finished == self.total
+
+
+def reproduce(
+    what: str,
+    *,
+    scale: str = "short",
+    seeds: Sequence[int] | None = None,
+    rows: Sequence[str] = (),
+    biases: Sequence[float] = (),
+    minutes: float | None = None,
+    jobs: int = 1,
+    root: str = "data",
+    download: bool = False,
+    device: str = "auto",
+    out: str = "results",
+    work: str = "runs/reproduce",
+    finished_in: Sequence[str] = ("results",),
+    commit: str | None = None,
+    keep: bool = False,
+    dry_run: bool = False,
+) -> Done:
+    """Run what is missing of a grid ("table2", ..., "all"; `duel.reproduce.plan.GRIDS`) at a scale.
+
+    seeds, rows, biases: only these. minutes: stop after so long, saving the runs under way. jobs: processes that share
+    the device. out: results go to out/runs; finished runs are looked for there and in `finished_in`. work: where runs
+    live until they are finished (`keep`: and after). commit: where there is no git to ask.
+
+    Prints the plan first. Where stdout is not a terminal, it has one JSON object for each run that ended.
+    """
+    if jobs < 1 or (minutes is not None and minutes <= 0):
+        raise UserError(f"jobs must be >= 1 and minutes > 0, got {jobs} and {minutes}")
+    began = time.monotonic()
+    if commit:
+        os.environ[runs.COMMIT_VARIABLE] = commit
+    free = {"root": os.path.expanduser(root), "download": download, "device": device}
+    plan = runs_of(what, scale, seeds=seeds, rows=rows, biases=biases, free=free)
+    known = store.load(dict.fromkeys([*(Path(folder) for folder in finished_in), Path(out)]))
+    todo = [planned for planned in plan if planned.hash not in known]
+    console = Console(stderr=not dry_run, highlight=False, soft_wrap=True)
+    for line in plan_lines(plan, known, Path(work), jobs=jobs):
+        console.print(line, markup=False)
+    if dry_run:
+        return Done(len(plan) - len(todo), len(plan), 0, False)
+    until = None if minutes is None else began + 60 * minutes
+    job = Job(Path(out), Path(work), until, jobs, keep, quiet=jobs > 1 or not console.is_terminal)
+    ends: Counter[str] = Counter()
+    for outcome in _one_by_one(todo, job) if jobs == 1 else _side_by_side(todo, job):
+        ends[outcome.status] += 1
+        _say(outcome, console)
+        if outcome.status == "interrupted":
+            break
+    left = len(todo) - ends["finished"]
+    console.print(_closing(len(plan) - left, len(plan), ends))
+    return Done(len(plan) - left, len(plan), ends["failed"], ends["interrupted"] > 0)
+
+
+def _one_by_one(todo: Sequence[Planned], job: Job) -> Iterator[Outcome]:
+    with keep_sources():
+        for planned in todo:
+            yield execute(planned, job)
+
+
+def _side_by_side(todo: Sequence[Planned], job: Job) -> Iterator[Outcome]:
+    """As many processes as `jobs`, each with its data loaded once. A process that dies costs the runs under way."""
+    waiting = list(todo)
+    while waiting:
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        with ProcessPoolExecutor(
+            job.jobs, mp_context=context, initializer=prepare_worker, initargs=(job.jobs,)
+        ) as pool:
+            under_way: dict[Future[Outcome], Planned] = {}
+            while waiting or under_way:
+                while waiting and len(under_way) < job.jobs:
+                    planned = waiting.pop(0)
+                    under_way[pool.submit(_in_worker, planned, job)] = planned
+                ended, _ = wait(under_way, return_when=FIRST_COMPLETED)
+                try:
+                    for future in ended:
+                        outcome = future.result()
+                        del under_way[future]
+                        yield outcome
+                except BrokenProcessPool as error:
+                    for planned in under_way.values():
+                        store.write_failure(job.out, planned.name, planned.config, error)
+                        yield Outcome(planned, "failed", "its process died, perhaps for want of memory: use fewer jobs")
+                    break
+
+
+_sources_kept: Any = None
+
+
+def _in_worker(planned: Planned, job: Job) -> Outcome:
+    global _sources_kept
+    if _sources_kept is None:  # for the life of this process
+        _sources_kept = keep_sources()
+        _sources_kept.__enter__()
+    return execute(planned, job)
+
+
+def _say(outcome: Outcome, console: Console) -> None:
+    planned = outcome.planned
+    facts: dict[str, Any] = {"status": outcome.status, "run": planned.name}
+    if outcome.values is not None:
+        evaluation, budget = outcome.values["evaluation"], outcome.values["budget"]
+        facts |= {name: evaluation.get(name) for name in SHOWN}
+        facts |= {"seconds": budget["seconds"], "peak_gpu_memory_mb": budget["peak_gpu_memory_mb"]}
+    if outcome.message:
+        facts["message"] = outcome.message
+    if not sys.stdout.isatty():
+        print(json.dumps(facts), flush=True)
+    elif outcome.values is not None:
+        console.print(
+            f"{planned.name}: linear probe {100 * facts['probe']:.2f} %, "
+            f"Top-1 test to train {100 * facts['top1_test_to_train']:.2f} %, {facts['seconds']:.0f} s"
+        )
+    elif outcome.status != "not started":
+        console.print(f"{planned.name}: {outcome.status}. {outcome.message}", markup=False)
+
+
+def _closing(finished: int, total: int, ends: Counter[str]) -> str:
+    parts = [f"{finished} of {total} runs are finished"]
+    if ends["failed"]:
+        parts.append(f"{ends['failed']} failed and will be tried again by the next call")
+    if ends["cut"] or ends["not started"]:
+        parts.append("the time is up: the same command goes on from here")
+    elif ends["interrupted"]:
+        parts.append("interrupted: the same command goes on from here")
+    return "; ".join(parts)

@@ -1,0 +1,136 @@
+"""One JSON per run. Finished runs are found again by what they computed; `results/README.md` documents the schema.
+
+RESULTS/runs/<name>-<hash>.json    a finished run        RESULTS/errors/<name>-<hash>.json   the last failure of one
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import atomic
+from ..config import TrainConfig
+from ..errors import UserError
+
+SCHEMA = 1
+RUNS, ERRORS = "runs", "errors"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished run as it was written; rates are shares between 0 and 1."""
+
+    path: Path
+    values: Mapping[str, Any]
+    config: TrainConfig
+    hash: str
+    """Of the config as this version reads it: settings that came later have their defaults, which change nothing."""
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed
+
+    @property
+    def scale(self) -> str:
+        return str(self.values["scale"])
+
+    def measure(self, name: str) -> float | None:
+        """A figure of the evaluation (probe, top1_test_to_train, ...)."""
+        value = self.values["evaluation"].get(name)
+        return None if value is None else float(value)
+
+    def budget(self, name: str) -> float | None:
+        value = self.values["budget"].get(name)
+        return None if value is None else float(value)
+
+    def over_time(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps and values of a metric, where it was logged."""
+        metrics = self.values["metrics"]
+        pairs = zip(metrics["step"], metrics.get(name, []), strict=False)
+        found = [(step, value) for step, value in pairs if value is not None]
+        return [step for step, _ in found], [value for _, value in found]
+
+
+def load(folders: Iterable[Path]) -> dict[str, Record]:
+    """The finished runs of these result folders, by hash, in the order of their names; a later folder wins."""
+    found: dict[str, Record] = {}
+    for folder in folders:
+        for path in sorted((folder / RUNS).glob("*.json")):
+            record = read(path)
+            found[record.hash] = record
+    return found
+
+
+def read(path: Path) -> Record:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        schema = values["schema"]
+        if schema != SCHEMA:
+            raise UserError(f"{path} has schema {schema!r}, this version reads {SCHEMA}; move it away")
+        config = TrainConfig.from_dict(values["config"])
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read as a run's result ({error!r}); restore it or move it away") from error
+    return Record(path, values, config, config.fingerprint())
+
+
+def write(folder: Path, name: str, values: Mapping[str, Any]) -> Path:
+    """One line for each part, so that files stay small and differences readable. NaN becomes null."""
+    path = folder / RUNS / f"{name}.json"
+    _write(path, {"schema": SCHEMA, "name": name, **values})
+    (folder / ERRORS / path.name).unlink(missing_ok=True)
+    return path
+
+
+def write_failure(folder: Path, name: str, config: TrainConfig, error: BaseException) -> Path:
+    """What went wrong; the next call tries again."""
+    path = folder / ERRORS / f"{name}.json"
+    lines = "".join(traceback.format_exception(error))
+    values = {
+        "schema": SCHEMA,
+        "name": name,
+        "config": config.identity(),
+        "error": f"{type(error).__name__}: {error}",
+        "trace": lines[-4000:],
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    _write(path, values)
+    return path
+
+
+def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
+    """Lines of metrics -> one list per metric; None where a line does not have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [_short(row.get(name)) for row in rows] for name in names}
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits are more than a metric means."""
+    if value is None or not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) else float(f"{value:.6g}")
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    parts = [f"{json.dumps(k)}: {json.dumps(_finite(v), ensure_ascii=False)}" for k, v in values.items()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(path) as partial:
+            partial.write_text("{\n " + ",\n ".join(parts) + "\n}\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}; make room or give another --out") from error
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value

@@ -1,0 +1,265 @@
+"""The plan, the runner and its store; on digits, a few steps a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from duel import runs
+from duel.config import TrainConfig
+from duel.errors import UserError
+from duel.reproduce import execute as execution
+from duel.reproduce import reproduce, store
+from duel.reproduce.estimate import plan_lines, seconds_of
+from duel.reproduce.plan import GRIDS, SCALES, runs_of
+from duel.reproduce.rows import ROWS
+from duel.signals import StopRequest
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def smoke(**given: object) -> object:
+    return reproduce("table2", scale="smoke", **{"rows": ("simclr",), "biases": (27.0,), "device": "cpu", **given})  # type: ignore[arg-type]
+
+
+def names(out: str = "results") -> list[str]:
+    return sorted(path.name for path in Path(out, "runs").glob("*.json"))
+
+
+# The plan ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_row_of_every_grid_is_a_valid_run_with_its_own_name(scale: str) -> None:
+    plan = runs_of("all", scale, seeds=(0, 1))
+    assert len({p.hash for p in plan}) == len({p.name for p in plan}) == len(plan)
+    assert {p.row.name for p in plan} == {row for grid in GRIDS.values() for row in grid.rows} == set(ROWS)
+    for p in plan:
+        assert ROWS[p.row.plain].plain == p.row.plain
+        assert TrainConfig.from_dict(p.config.identity()).fingerprint() == p.hash
+
+
+def test_table2_is_the_issue_s_grid_and_whole_seeds_come_first() -> None:
+    plan = runs_of("table2", "short")
+    assert len(plan) == 6 * 4 * 3
+    seeds = [p.config.seed for p in plan]
+    assert seeds == sorted(seeds)
+    one = [(p.row.name, p.config.bias) for p in plan if p.config.seed == 0]
+    assert one[:5] == [("simclr", 1), ("simclr", 3), ("simclr", 9), ("simclr", 27), ("d-simclr-literal", 1)]
+    for p in plan:
+        assert (p.config.steps, p.config.backbone, p.config.batch_size) == (5000, "resnet18", 256)
+        assert p.config.bias_mode == "draw"
+    literal = {p.row.name: p.config for p in plan if "literal" in p.row.name}
+    assert {(c.score, c.memory_size, c.refreshed_slots, c.source) for c in literal.values()} == {
+        ("linear", 2048, 0, "stream"), ("linear", 512, 512, "stream")
+    }  # fmt: skip
+
+
+def test_a_row_differs_from_its_rival_in_the_policy_only() -> None:
+    """At equal budget: the same memory, batches and encodings."""
+    plan = {p.row.name: p.config for p in runs_of("rivals", "short", seeds=(0,))}
+    changed = plan["d-simclr-ours"].differences(plan["simclr-memory-reservoir"])
+    assert changed == ["method: d-simclr -> simclr", "policy: duel -> reservoir"]
+
+
+def test_the_paper_scale_is_the_paper_s_recipe() -> None:
+    config = runs_of("table2", "paper", rows=("d-moco-literal",), biases=(27.0,))[0].config
+    assert (config.backbone, config.steps, config.lr, config.temperature) == ("resnet50", 40_000, 0.05, 0.7)
+    assert (config.augment, config.score, config.memory_size, config.refresh) == ("paper", "linear", 2048, 0)
+
+
+def test_unknown_names_are_told() -> None:
+    with pytest.raises(UserError, match="did you mean 'table2'"):
+        runs_of("tabel2", "short")
+    with pytest.raises(UserError, match="did you mean 'short'"):
+        runs_of("table2", "shrot")
+    with pytest.raises(UserError, match="did you mean 'd-moco-ours'"):
+        runs_of("table2", "short", rows=("d-moco-our",))
+
+
+# The runner -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_one_json_and_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    done = smoke(commit="abc123")
+    assert done.complete
+    assert names() == [runs_of("table2", "smoke", rows=("simclr",), biases=(27.0,))[0].name + ".json"]
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["status"] for line in said] == ["finished"]
+    (record,) = store.load([Path("results")]).values()
+    assert said[0]["probe"] == record.measure("probe")
+    assert record.values["schema"] == store.SCHEMA
+    assert record.values["row"] == "simclr"
+    assert record.budget("steps") == record.config.steps
+    assert record.budget("images_encoded") == 2 * 64 * record.config.steps
+    steps, losses = record.over_time("loss")
+    assert steps == [2, 4, 6, 8, 10]
+    assert all(loss > 0 for loss in losses)
+    assert record.over_time("inter_class_cosine")[0] == [4, 8, 10]
+    assert record.values["commit"]
+    assert not {"out", "root", "device"} & set(record.values["config"])
+    assert not re.search(r"(/tmp|/home|/root|/work)", record.path.read_text())
+    assert not Path("runs/reproduce", record.values["name"]).exists()
+    before = record.path.read_bytes()
+    assert smoke().complete
+    assert capsys.readouterr().out == ""
+    assert record.path.read_bytes() == before
+    assert smoke(out="elsewhere", finished_in=("results",)).complete
+    assert names("elsewhere") == []
+
+
+class StopsAfterFour(StopRequest):
+    """The time is up after four steps."""
+
+    looks = 0
+
+    @property
+    def requested(self) -> bool:
+        self.looks += 1
+        if self.looks > 4:
+            self.until = 0.0
+        return super().requested
+
+
+def test_a_cut_run_goes_on_where_it_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second call resumes; the result is, bit for bit, that of a run that was never cut."""
+    smoke(out="whole")
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr("duel.training.StopRequest", StopsAfterFour)
+        done = smoke(minutes=60.0)
+    assert not done.complete
+    first = json.loads(capsys.readouterr().out)
+    assert first["status"] == "cut"
+    assert first["message"] == "stopped after step 4"
+    assert names() == []
+    assert smoke(minutes=60.0).complete
+    (whole,), (resumed,) = store.load([Path("whole")]).values(), store.load([Path("results")]).values()
+    assert resumed.values["evaluation"]["probe"] == whole.values["evaluation"]["probe"]
+    assert resumed.over_time("loss") == whole.over_time("loss")
+    assert resumed.budget("images_encoded") == whole.budget("images_encoded")
+
+
+def test_no_run_is_begun_when_the_time_is_up(capsys: pytest.CaptureFixture[str]) -> None:
+    done = smoke(minutes=1e-9)
+    assert (done.finished, done.total, done.failed) == (0, 1, 0)
+    assert json.loads(capsys.readouterr().out)["status"] == "not started"
+    assert not Path("runs/reproduce").exists()
+
+
+def test_a_failing_run_is_recorded_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = execution.train
+
+    def fails_at_27(config: TrainConfig, **given: object) -> object:
+        if config.bias == 27:
+            raise RuntimeError("out of luck")
+        return real(config, **given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(execution, "train", fails_at_27)
+    done = smoke(biases=(27.0, 1.0))
+    assert (done.finished, done.total, done.failed) == (1, 2, 1)
+    (error,) = Path("results/errors").glob("*.json")
+    assert "out of luck" in json.loads(error.read_text())["error"]
+    monkeypatch.setattr(execution, "train", real)
+    assert smoke(biases=(27.0, 1.0)).complete
+    assert not list(Path("results/errors").glob("*.json"))
+
+
+def test_a_dry_run_prints_the_plan_and_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    smoke(dry_run=True, biases=())
+    text = capsys.readouterr().out
+    assert "4 runs" in text
+    assert "x1 x3 x9 x27" in text
+    assert not list(Path.cwd().iterdir())
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives() -> None:
+    assert smoke(jobs=2, biases=(1.0, 27.0), out="two").complete
+    assert smoke(biases=(1.0, 27.0), out="one").complete
+    one, two = store.load([Path("one")]), store.load([Path("two")])
+    assert one.keys() == two.keys()
+    for key, record in one.items():
+        assert record.values["evaluation"]["probe"] == two[key].values["evaluation"]["probe"]
+
+
+# The store and the estimate ---------------------------------------------------------------------------------
+
+
+def fake(config: TrainConfig, /, folder: Path = Path("results"), **values: object) -> store.Record:
+    path = store.write(
+        folder,
+        f"fake-{config.fingerprint()}",
+        {
+            "row": "simclr", "scale": "short", "seed": config.seed, "config": config.identity(),
+            "evaluation": {"probe": float("nan")}, "hardware": {}, "metrics": {"step": []},
+            "budget": {"steps": 100, "seconds": 20.0, "jobs": 2, "evaluation_seconds": 4.0}, **values,
+        },
+    )  # fmt: skip
+    return store.read(path)
+
+
+def test_settings_that_came_later_do_not_hide_finished_runs() -> None:
+    config = TrainConfig(steps=100)
+    older = {k: v for k, v in config.identity().items() if k != "at_once"}
+    record = fake(config, config=older)
+    assert record.hash == config.fingerprint()
+    assert record.measure("probe") is None  # NaN is not JSON
+
+
+def test_the_hash_is_of_what_decides_the_result() -> None:
+    config = TrainConfig()
+    same = dataclasses.replace(config, out="x", root="y", device="cpu", log_every=3, graph=False, knn_every=7)
+    assert same.fingerprint() == config.fingerprint()
+    for change in (
+        {"seed": 1},
+        {"bias": 3.0},
+        {"lr": 0.1},
+        {"score": "linear"},
+        {"weights": (1.0,), "bias_kind": "weights"},
+    ):
+        assert dataclasses.replace(config, **change).fingerprint() != config.fingerprint()
+
+
+def test_a_damaged_or_foreign_result_is_named() -> None:
+    record = fake(TrainConfig())
+    record.path.write_text(record.path.read_text().replace('"schema": 1', '"schema": 99'))
+    with pytest.raises(UserError, match="schema 99"):
+        store.load([Path("results")])
+    record.path.write_text("{")
+    with pytest.raises(UserError, match=re.escape(record.path.name)):
+        store.load([Path("results")])
+
+
+def test_the_estimate_comes_from_the_nearest_finished_runs() -> None:
+    config = TrainConfig(steps=1000)
+    near = fake(config)
+    far = fake(
+        TrainConfig(steps=100, method="moco"),
+        budget={"steps": 100, "seconds": 60.0, "jobs": 1, "evaluation_seconds": 0.0},
+    )
+    assert seconds_of(config, [near, far]) == pytest.approx(20 / 2 * 10 + 4 / 2)
+    assert seconds_of(TrainConfig(steps=100, method="byol"), [near, far]) == pytest.approx((12 + 60) / 2)
+    assert seconds_of(config, [near], hardware="another") is None
+    assert seconds_of(TrainConfig(steps=100, backbone="resnet50"), [near, far]) is None
+    plan = runs_of("table2", "short", rows=("simclr",), biases=(1.0,), seeds=(0, 1))
+    assert "2 of unknown length" in plan_lines(plan, {}, Path(), jobs=1)[0]
+
+
+def test_the_commit_may_be_told_where_git_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(runs.COMMIT_VARIABLE, "f00d")
+    monkeypatch.setenv("PATH", "")
+    import torch
+
+    assert runs.describe(torch.device("cpu"))["commit"] == "f00d"
