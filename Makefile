@@ -27,7 +27,7 @@ $(OLDER)/.ready: constraints-torch211.txt
 $(VENV)/.ready $(OLDER)/.ready: %/.ready: pyproject.toml
 	test -x $*/bin/python || $(CREATE) -m venv $*
 	$*/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$*/bin/python -m uv pip install --quiet --python $*/bin/python -c $(filter constraints%,$^) -e '.[train,onnx]' \
+	$*/bin/python -m uv pip install --quiet --python $*/bin/python -c $(filter constraints%,$^) -e '.[train,onnx,figures]' \
 		--group dev
 	touch $@
 
@@ -62,7 +62,7 @@ bench: setup
 
 # Rewrites both pinned dependency sets from pyproject.toml.
 COMPILE := $(BIN)/python -m uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url \
-	--no-python-downloads --group dev pyproject.toml --extra train --extra onnx
+	--no-python-downloads --group dev pyproject.toml --extra train --extra onnx --extra figures
 lock:
 	$(COMPILE) --python-version 3.11 -o constraints.txt
 	$(COMPILE) --python-version 3.12 --constraint constraints-torch211.in -o constraints-torch211.txt

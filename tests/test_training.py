@@ -135,6 +135,7 @@ def test_training_learns_and_writes_its_origin() -> None:
         "steps": 40,
         "images_encoded": 2 * 64 * 40,
         "seconds": pytest.approx(result.seconds, abs=1e-3),
+        "peak_gpu_memory_mb": None,
     }
     assert meta["attempts"][0]["versions"]["torch"]
     assert meta["attempts"][0]["hardware"]["device"] == "cpu"
