@@ -222,8 +222,61 @@ class Bench:
         return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reproduce:
+    """The paper's tables and figures from this code, beside the paper's own numbers: docs/results.md.
+
+    See what would run, and for how long:
+      duel reproduce table2 --scale short --dry-run
+
+    Nine minutes of it, two runs at a time on one GPU; the same command goes on from there:
+      duel reproduce table2 --scale short --minutes 9 --jobs 2 --root ~/data
+
+    Everything in small on a CPU, to see that the machinery works:
+      duel reproduce all --scale smoke
+
+    WHAT: table1 (Top-k), table2 (linear probe), ablation (score functions), resources, framework, rivals, controls,
+    negative-free, subset, longtail; figure1, figure-mcp, figure3, scores (figures); page (docs/results.md from the
+    results that are there); all. Finished runs are found again under --out and not repeated.
+    """
+
+    what: Annotated[Positional[str], tyro.conf.arg(metavar="WHAT")]
+    """What to make; see above."""
+    scale: Literal["smoke", "short", "paper"] = "short"
+    """smoke: digits, seconds a run. short: ResNet-18, 5,000 steps. paper: ResNet-50, 40,000 steps, its own recipe."""
+    seeds: tuple[int, ...] = ()
+    """Seeds; by default 0 1 2 (short) or 0."""
+    rows: tuple[str, ...] = ()
+    """Only these rows, by the names that --dry-run prints."""
+    biases: tuple[float, ...] = ()
+    """Only these biases."""
+    steps: int | None = None
+    """Another length of training than the scale's; such runs have a section of their own on the page."""
+    minutes: float | None = None
+    """Stop after so many minutes; runs under way are saved and continued by the next call."""
+    jobs: int = 1
+    """Runs at a time, each in its own process, on the same device."""
+    root: str = "data"
+    """Where torchvision keeps its data sets."""
+    download: bool = False
+    """Download the data set if it is missing."""
+    device: str = "auto"
+    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    out: str | None = None
+    """Folder of results, one JSON a run; by default results (smoke: runs/smoke/results)."""
+    docs: str | None = None
+    """Folder of the page and figures; by default docs (smoke: runs/smoke/docs)."""
+    dry_run: bool = False
+    """Print the plan and do nothing."""
+
+    def run(self) -> int:
+        from .reproduce.command import produce
+
+        return produce(**vars(self))
+
+
 # To add a command, write such a dataclass and list it here.
-COMMANDS: tuple[type[Command], ...] = (Demo, Train, Evaluate, Export, Bench)
+COMMANDS: tuple[type[Command], ...] = (Demo, Train, Evaluate, Export, Bench, Reproduce)
 
 _ABOUT = """A working memory, and a policy that decides what it forgets: self-supervised learning on uncurated data.
 

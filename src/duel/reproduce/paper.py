@@ -47,6 +47,17 @@ RESOURCES: Mapping[str, tuple[float, int]] = {
 """Row -> hours of training, MB of GPU memory."""
 
 
+def below_plain() -> list[tuple[str, str, float, float, float]]:
+    """Where the paper's own tables have a D-row below its plain row: (table, row, bias, D, plain)."""
+    return [
+        (name, row, bias, table[f"d-{row}"][i], table[row][i])
+        for name, table in TABLES.items()
+        for row in ("moco", "simclr")
+        for i, bias in enumerate(BIASES)
+        if table[f"d-{row}"][i] < table[row][i]
+    ]
+
+
 def figure(table: str, row: str | None, bias: float) -> float | None:
     """The paper's figure in `table` (probe, top1, top10), or None where it has none."""
     if row is None or row not in TABLES[table] or bias not in BIASES:

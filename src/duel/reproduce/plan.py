@@ -26,6 +26,9 @@ class Scale:
     largest_memory: int | None = None
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
+    def of_length(self, steps: int) -> Scale:
+        return dataclasses.replace(self, settings={**self.settings, "steps": steps})
+
 
 SCALES: Mapping[str, Scale] = {
     scale.name: scale
@@ -153,11 +156,13 @@ def runs_of(
     seeds: Sequence[int] | None = None,
     rows: Sequence[str] = (),
     biases: Sequence[float] = (),
+    steps: int | None = None,
     free: Mapping[str, Any] | None = None,
 ) -> list[Planned]:
     """The runs of a grid (or "all"), by seed, then row, then bias, so that a plan cut short has whole seeds.
 
-    rows, biases: only these. free: settings of the machine (root, device, ...), for every run.
+    rows, biases: only these. steps: another length than the scale's. free: settings of the machine (root, device, ...),
+    for every run.
     """
     if scale not in SCALES:
         raise UserError(suggest("scale", scale, SCALES))
@@ -166,7 +171,7 @@ def runs_of(
     for row in rows:
         if row not in ROWS:
             raise UserError(suggest("row", row, ROWS))
-    size = SCALES[scale]
+    size = SCALES[scale] if steps is None else SCALES[scale].of_length(steps)
     grids = list(GRIDS.values()) if what == "all" else [GRIDS[what]]
     chosen: dict[str, Planned] = {}
     for seed in size.seeds if seeds is None else seeds:

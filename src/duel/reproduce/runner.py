@@ -50,6 +50,7 @@ def reproduce(
     seeds: Sequence[int] | None = None,
     rows: Sequence[str] = (),
     biases: Sequence[float] = (),
+    steps: int | None = None,
     minutes: float | None = None,
     jobs: int = 1,
     root: str = "data",
@@ -64,9 +65,10 @@ def reproduce(
 ) -> Done:
     """Run what is missing of a grid ("table2", ..., "all"; `duel.reproduce.plan.GRIDS`) at a scale.
 
-    seeds, rows, biases: only these. minutes: stop after so long, saving the runs under way. jobs: processes that share
-    the device. out: results go to out/runs; finished runs are looked for there and in `finished_in`. work: where runs
-    live until they are finished (`keep`: and after). commit: where there is no git to ask.
+    seeds, rows, biases: only these. steps: another length than the scale's. minutes: stop after so long, saving the
+    runs under way. jobs: processes that share the device. out: results go to out/runs; finished runs are looked for
+    there and in `finished_in`. work: where runs live until they are finished (`keep`: and after). commit: where there
+    is no git to ask.
 
     Prints the plan first. Where stdout is not a terminal, it has one JSON object for each run that ended.
     """
@@ -76,7 +78,7 @@ def reproduce(
     if commit:
         os.environ[runs.COMMIT_VARIABLE] = commit
     free = {"root": os.path.expanduser(root), "download": download, "device": device}
-    plan = runs_of(what, scale, seeds=seeds, rows=rows, biases=biases, free=free)
+    plan = runs_of(what, scale, seeds=seeds, rows=rows, biases=biases, steps=steps, free=free)
     known = store.load(dict.fromkeys([*(Path(folder) for folder in finished_in), Path(out)]))
     todo = [planned for planned in plan if planned.hash not in known]
     console = Console(stderr=not dry_run, highlight=False, soft_wrap=True)

@@ -1,0 +1,83 @@
+"""`duel reproduce WHAT`: the runs that WHAT needs, its figure, and the page. No torch until it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import UserError, suggest
+from .plan import GRIDS, SCALES
+
+FIGURES = ("figure1", "figure-mcp", "figure3", "scores")
+WHAT = ("all", *(name for name in GRIDS if name not in FIGURES), *FIGURES, "page")
+
+
+def defaults(scale: str) -> tuple[str, str]:
+    """Folders of results and of documents: a smoke test leaves those of the project alone."""
+    return ("runs/smoke/results", "runs/smoke/docs") if scale == "smoke" else ("results", "docs")
+
+
+def produce(
+    what: str,
+    *,
+    scale: str = "short",
+    seeds: Sequence[int] = (),
+    rows: Sequence[str] = (),
+    biases: Sequence[float] = (),
+    steps: int | None = None,
+    minutes: float | None = None,
+    jobs: int = 1,
+    root: str = "data",
+    download: bool = False,
+    device: str = "auto",
+    out: str | None = None,
+    docs: str | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Returns the exit status: 0 done, 1 something failed or is left to do, 130 interrupted."""
+    if what not in WHAT:
+        raise UserError(suggest("WHAT", what, WHAT))
+    if scale not in SCALES:
+        raise UserError(suggest("scale", scale, SCALES))
+    results, documents = (given or default for given, default in zip((out, docs), defaults(scale), strict=True))
+    status = 0
+    if what == "all" or what in GRIDS:
+        from .runner import reproduce
+
+        done = reproduce(
+            what,
+            scale=scale,
+            seeds=seeds or None,
+            rows=rows,
+            biases=biases,
+            steps=steps,
+            minutes=minutes,
+            jobs=jobs,
+            root=root,
+            download=download,
+            device=device,
+            out=results,
+            finished_in=(results,),
+            dry_run=dry_run,
+        )
+        status = 130 if done.interrupted else 0 if done.complete else 1
+    if dry_run or status == 130:
+        return 0 if dry_run else status
+    figures = FIGURES if what == "all" else tuple(name for name in FIGURES if name == what)
+    for path in _documents(figures, what == "all" or what in GRIDS or what == "page", results, documents, scale):
+        print(f"written: {path}")
+    return status
+
+
+def _documents(figures: Sequence[str], page: bool, results: str, documents: str, scale: str) -> list[Path]:
+    from . import store
+    from .page import write_page
+
+    written = []
+    if figures:
+        from .figures import draw
+
+        records = list(store.load([Path(results)]).values())
+        for name in figures:
+            written += draw(name, Path(documents), records, scale=scale)
+    return [*written, write_page([Path(results)], Path(documents))] if page else written

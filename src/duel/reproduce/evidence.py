@@ -1,0 +1,78 @@
+"""What the finished runs say about a row: figures by seed, budgets, gaps. Rates in per cent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from .plan import SCALES, Data, Scale, plan_run
+from .rows import ROWS
+from .stats import Recovered, Summary, gap_recovered, paired_difference, summary
+from .store import Record
+
+MEASURES: Mapping[str, str] = {
+    "probe": "linear probe",
+    "top1_test_to_train": "Top-1, test to train",
+    "top1_test_to_test": "Top-1, test to test",
+    "top10_test_to_train": "Top-10, test to train",
+    "top10_test_to_test": "Top-10, test to test",
+}
+BALANCED = Data()
+
+
+class Evidence:
+    """The runs of one scale and one length."""
+
+    def __init__(self, records: Iterable[Record], scale: Scale, steps: int | None = None) -> None:
+        self.scale = scale if steps is None else scale.of_length(steps)
+        self._runs: dict[str, list[Record]] = defaultdict(list)
+        for record in records:
+            self._runs[dataclasses.replace(record.config, seed=0).fingerprint()].append(record)
+
+    @property
+    def steps(self) -> int | None:
+        return plan_run(ROWS["simclr"], BALANCED, self.scale, 0, {}).config.steps
+
+    def runs(self, row: str, data: Data) -> list[Record]:
+        """By seed."""
+        planned = plan_run(ROWS[row], data, self.scale, 0, {})
+        return sorted(self._runs.get(planned.hash, []), key=lambda record: record.seed)
+
+    def figures(self, row: str, data: Data, measure: str) -> dict[int, float]:
+        """Seed -> per cent."""
+        found = {record.seed: record.measure(measure) for record in self.runs(row, data)}
+        return {seed: 100 * value for seed, value in found.items() if value is not None}
+
+    def summary(self, row: str, data: Data, measure: str) -> Summary | None:
+        return summary(list(self.figures(row, data, measure).values()))
+
+    def gain(self, row: str, data: Data, measure: str) -> Summary | None:
+        """Paired difference to the plain row on the same data, in points."""
+        plain = ROWS[row].plain
+        return paired_difference(self.figures(row, data, measure), self.figures(plain, data, measure))
+
+    def gap(self, row: str, data: Data, measure: str) -> Recovered | None:
+        """Share of the plain row's loss against balanced data that the row makes good."""
+        plain = ROWS[row].plain
+        if data == BALANCED or row == plain:
+            return None
+        return gap_recovered(
+            self.figures(row, data, measure), self.figures(plain, data, measure), self.figures(plain, BALANCED, measure)
+        )
+
+    def budget(self, row: str, data: Data, name: str) -> float | None:
+        values = [value for record in self.runs(row, data) if (value := record.budget(name)) is not None]
+        return sum(values) / len(values) if values else None
+
+    def last(self, row: str, data: Data, metric: str) -> Summary | None:
+        """A metric at the end of training."""
+        ends = [values[-1] for record in self.runs(row, data) if (values := record.over_time(metric)[1])]
+        return summary(ends)
+
+
+def lengths(records: Iterable[Record], scale: str) -> list[int | None]:
+    """None for the scale's own length, then every other length that has been run, the longest first."""
+    own = Evidence((), SCALES[scale]).steps
+    others = {r.config.steps for r in records if r.scale == scale and r.config.steps not in (None, own)}
+    return [None, *sorted((steps for steps in others if steps is not None), reverse=True)]
