@@ -222,6 +222,7 @@ def test_the_hash_is_of_what_decides_the_result() -> None:
     config = TrainConfig()
     same = dataclasses.replace(config, out="x", root="y", device="cpu", log_every=3, graph=False, knn_every=7)
     assert same.fingerprint() == config.fingerprint()
+    assert dataclasses.replace(config, bias=1).fingerprint() == config.fingerprint()
     for change in (
         {"seed": 1},
         {"bias": 3.0},

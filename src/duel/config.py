@@ -271,7 +271,8 @@ class TrainConfig:
 
     def fingerprint(self) -> str:
         """Ten hex digits of `identity`: equal for configs that differ only in how a run is carried out."""
-        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:10]
+        values = {k: float(v) if type(v) is int else v for k, v in self.identity().items()}  # 27 and 27.0 are one bias
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
 
     def differences(self, other: TrainConfig) -> list[str]:
         """One line per setting that would change what `self` computes, as it is and as `other` has it."""

@@ -110,7 +110,7 @@ def _figure_mcp(plt: Any) -> Any:
 
     The linear score takes what is nearest to the memory's mean, dense or not; a sharp one finds the dense region.
     """
-    spread, dense, lone = torch.linspace(10, 150, 15), torch.linspace(255, 275, 9), torch.tensor([185.0, 215.0, 320.0])
+    spread, dense, lone = torch.linspace(10, 150, 15), torch.linspace(264, 276, 6), torch.tensor([185.0, 215.0, 320.0])
     memory, newcomers = _circle(torch.cat([spread, dense, lone])), _circle(torch.tensor([345.0, 170.0, 235.0]))
     figure, panels = plt.subplots(1, 2, figsize=(7.2, 3.4))
     for panel, score in zip(panels, ("linear", "exponential:0.05"), strict=True):
