@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,10 @@ from duel import runs
 from duel.config import TrainConfig
 from duel.errors import UserError
 from duel.reproduce import execute as execution
-from duel.reproduce import reproduce, store
+from duel.reproduce import reproduce, runner, store
 from duel.reproduce.estimate import plan_lines, seconds_of
-from duel.reproduce.plan import GRIDS, SCALES, runs_of
+from duel.reproduce.execute import Outcome
+from duel.reproduce.plan import GRIDS, SCALES, Planned, runs_of
 from duel.reproduce.rows import ROWS
 from duel.signals import StopRequest
 
@@ -182,6 +185,42 @@ def test_a_dry_run_prints_the_plan_and_does_nothing(capsys: pytest.CaptureFixtur
     assert "4 runs" in text
     assert "x1 x3 x9 x27" in text
     assert not list(Path.cwd().iterdir())
+
+
+class MortalPool:
+    """Stands for the processes: the first two runs that are submitted together die, later ones finish."""
+
+    made = 0
+
+    def __init__(self, *args: object, **given: object) -> None:
+        MortalPool.made += 1
+
+    def __enter__(self) -> MortalPool:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def submit(self, function: object, planned: Planned, job: object) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        if MortalPool.made == 1:
+            future.set_exception(BrokenProcessPool("killed"))
+        else:
+            future.set_result(Outcome(planned, "cut", "it was the other pool"))
+        return future
+
+
+def test_a_process_that_dies_costs_only_the_runs_under_way(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", MortalPool)
+    monkeypatch.setattr(MortalPool, "made", 0)
+    done = smoke(jobs=2, biases=())
+    assert done.failed == 2
+    ends = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [end["status"] for end in ends] == ["failed", "failed", "cut", "cut"]
+    assert "use fewer jobs" in ends[0]["message"]
+    assert len(list(Path("results/errors").glob("*.json"))) == 2
 
 
 @pytest.mark.slow

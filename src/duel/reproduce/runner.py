@@ -119,16 +119,19 @@ def _side_by_side(todo: Sequence[Planned], job: Job) -> Iterator[Outcome]:
                     planned = waiting.pop(0)
                     under_way[pool.submit(_in_worker, planned, job)] = planned
                 ended, _ = wait(under_way, return_when=FIRST_COMPLETED)
-                try:
-                    for future in ended:
-                        outcome = future.result()
-                        del under_way[future]
-                        yield outcome
-                except BrokenProcessPool as error:
-                    for planned in under_way.values():
-                        store.write_failure(job.out, planned.name, planned.config, error)
-                        yield Outcome(planned, "failed", "its process died, perhaps for want of memory: use fewer jobs")
-                    break
+                broken = any(isinstance(future.exception(), BrokenProcessPool) for future in ended)
+                for future in list(under_way) if broken else ended:  # one dead process takes all with it
+                    yield _ended(under_way.pop(future), future, job)
+                if broken:
+                    break  # the others go on in new processes
+
+
+def _ended(planned: Planned, future: Future[Outcome], job: Job) -> Outcome:
+    error = future.exception()
+    if error is None:
+        return future.result()
+    store.write_failure(job.out, planned.name, planned.config, error)
+    return Outcome(planned, "failed", f"its process died, perhaps for want of memory: use fewer jobs ({error})")
 
 
 _sources_kept: Any = None
