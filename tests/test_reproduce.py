@@ -179,6 +179,18 @@ def test_a_failing_run_is_recorded_and_the_rest_goes_on(
     assert not list(Path("results/errors").glob("*.json"))
 
 
+def test_a_lost_device_ends_the_process_s_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "_clean_up", lambda: False)
+    monkeypatch.setattr(execution, "train", lambda *args, **given: 1 / 0)
+    done = smoke(biases=())
+    assert (done.total, done.failed) == (4, 1)
+
+
+def test_the_machine_s_settings_do_not_decide_the_result() -> None:
+    with pytest.raises(UserError, match="got lr"):
+        smoke(machine={"lr": 1.0, "graph": False})
+
+
 def test_a_dry_run_prints_the_plan_and_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     smoke(dry_run=True, biases=())
     text = capsys.readouterr().out

@@ -53,6 +53,8 @@ class Outcome:
     message: str = ""
     values: dict[str, Any] | None = None
     """What was written, for a finished run."""
+    device_lost: bool = False
+    """Nothing more can be run on the GPU by this process."""
 
 
 def execute(planned: Planned, job: Job) -> Outcome:
@@ -66,11 +68,24 @@ def execute(planned: Planned, job: Job) -> Outcome:
         return Outcome(planned, "interrupted", "interrupted while measuring; the next call measures again")
     except Exception as error:
         path = store.write_failure(job.out, planned.name, planned.config, error)
-        return Outcome(planned, "failed", f"{type(error).__name__}: {error} (recorded in {path})")
+        message = f"{type(error).__name__}: {error} (recorded in {path})"
+        return Outcome(planned, "failed", message, device_lost=not _clean_up())
     finally:
-        gc.collect()  # the step and its recorded graph refer to each other
-        if torch.cuda.is_available():
+        _clean_up()
+
+
+def _clean_up() -> bool:
+    """Free what the run held; False if the GPU no longer answers, as after an illegal access."""
+    gc.collect()  # the step and its recorded graph refer to each other
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # or runs would share one limit of recompilations
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
             torch.cuda.empty_cache()
+        except RuntimeError:
+            return False
+    return True
 
 
 def _execute(planned: Planned, job: Job, folder: Path) -> Outcome:

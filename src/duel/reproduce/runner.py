@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from .. import runs
+from ..config import TrainConfig
 from ..errors import UserError
 from ..inputs import keep_sources
 from . import store
@@ -61,6 +62,7 @@ def reproduce(
     finished_in: Sequence[str] = ("results",),
     commit: str | None = None,
     keep: bool = False,
+    machine: Mapping[str, Any] | None = None,
     dry_run: bool = False,
 ) -> Done:
     """Run what is missing of a grid ("table2", ..., "all"; `duel.reproduce.plan.GRIDS`) at a scale.
@@ -68,7 +70,7 @@ def reproduce(
     seeds, rows, biases: only these. steps: another length than the scale's. minutes: stop after so long, saving the
     runs under way. jobs: processes that share the device. out: results go to out/runs; finished runs are looked for
     there and in `finished_in`. work: where runs live until they are finished (`keep`: and after). commit: where there
-    is no git to ask.
+    is no git to ask. machine: further settings of every run that do not decide its result (graph, compile, ...).
 
     Prints the plan first. Where stdout is not a terminal, it has one JSON object for each run that ended.
     """
@@ -77,7 +79,10 @@ def reproduce(
     began = time.monotonic()
     if commit:
         os.environ[runs.COMMIT_VARIABLE] = commit
-    free = {"root": os.path.expanduser(root), "download": download, "device": device}
+    free = {"root": os.path.expanduser(root), "download": download, "device": device, **(machine or {})}
+    decisive = set(free) & set(TrainConfig().identity())
+    if decisive:
+        raise UserError(f"machine may only have settings that do not decide the result, got {', '.join(decisive)}")
     plan = runs_of(what, scale, seeds=seeds, rows=rows, biases=biases, steps=steps, free=free)
     known = store.load(dict.fromkeys([*(Path(folder) for folder in finished_in), Path(out)]))
     todo = [planned for planned in plan if planned.hash not in known]
@@ -102,11 +107,14 @@ def reproduce(
 def _one_by_one(todo: Sequence[Planned], job: Job) -> Iterator[Outcome]:
     with keep_sources():
         for planned in todo:
-            yield execute(planned, job)
+            outcome = execute(planned, job)
+            yield outcome
+            if outcome.device_lost:
+                break
 
 
 def _side_by_side(todo: Sequence[Planned], job: Job) -> Iterator[Outcome]:
-    """As many processes as `jobs`, each with its data loaded once. A process that dies costs the runs under way."""
+    """As many processes as `jobs`, each with its data loaded once. One that dies or loses its GPU is replaced."""
     waiting = list(todo)
     while waiting:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
@@ -114,16 +122,17 @@ def _side_by_side(todo: Sequence[Planned], job: Job) -> Iterator[Outcome]:
             job.jobs, mp_context=context, initializer=prepare_worker, initargs=(job.jobs,)
         ) as pool:
             under_way: dict[Future[Outcome], Planned] = {}
-            while waiting or under_way:
-                while waiting and len(under_way) < job.jobs:
+            spoilt = False
+            while under_way or (waiting and not spoilt):
+                while waiting and len(under_way) < job.jobs and not spoilt:
                     planned = waiting.pop(0)
                     under_way[pool.submit(_in_worker, planned, job)] = planned
                 ended, _ = wait(under_way, return_when=FIRST_COMPLETED)
                 broken = any(isinstance(future.exception(), BrokenProcessPool) for future in ended)
                 for future in list(under_way) if broken else ended:  # one dead process takes all with it
-                    yield _ended(under_way.pop(future), future, job)
-                if broken:
-                    break  # the others go on in new processes
+                    outcome = _ended(under_way.pop(future), future, job)
+                    spoilt = spoilt or broken or outcome.device_lost  # the rest goes on in new processes
+                    yield outcome
 
 
 def _ended(planned: Planned, future: Future[Outcome], job: Job) -> Outcome:
