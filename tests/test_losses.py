@@ -141,3 +141,41 @@ def test_float32_inside_autocast() -> None:
 def test_unit_rows_also_of_zeros() -> None:
     assert torch.allclose(unit(rows(5)).norm(dim=1), torch.ones(5))
     assert bool((unit(torch.zeros(2, 3)) == 0).all())
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.5])
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.6])
+@pytest.mark.parametrize("memory", [False, True])
+def test_the_debiased_loss_is_the_plain_formula(temperature: float, chance: float, memory: bool) -> None:
+    """Chuang et al. 2020, row by row; the larger chance makes the estimate hit its lower bound in some rows."""
+    b, n = 4, 3
+    z1, m = rows(b, seed=1), rows(n, seed=3) if memory else None
+    z2 = z1 + 0.5 * rows(b, seed=2)
+    ids = torch.tensor([9, 2, 9, 5])
+    views, item = torch.cat([z1, z2]), [9, 2, 9, 5, 9, 2, 9, 5]
+    wanted, bounded = 0.0, 0
+    for i in range(2 * b):
+        positive = math.exp(cosine(views[i], views[(i + b) % (2 * b)]) / temperature)
+        others = [cosine(views[i], views[j]) for j in range(2 * b) if item[j] != item[i]]
+        others += [] if m is None else [cosine(views[i], row) for row in m]
+        raw = sum(math.exp(c / temperature) for c in others)
+        estimate = (raw - len(others) * chance * positive) / (1 - chance)
+        least = len(others) * math.exp(-1 / temperature)
+        bounded += estimate < least
+        wanted += -math.log(positive / (positive + max(estimate, least))) / (2 * b)
+    got = nt_xent(z1, z2, temperature=temperature, negatives=m, ids=ids, debias=chance)
+    assert float(got) == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert bounded if chance == 0.6 else chance or not bounded
+    if chance == 0:
+        plain = nt_xent(z1, z2, temperature=temperature, negatives=m, ids=ids)
+        assert float(got) == pytest.approx(float(plain), rel=1e-5, abs=1e-5)
+
+
+def test_the_debiased_loss_has_finite_gradients_and_takes_a_temperature_on_the_device() -> None:
+    z = rows(6, seed=5).requires_grad_()
+    ids = torch.tensor([1, 1, 2, 3, 4, 5])
+    for temperature in (0.05, torch.tensor(0.05)):
+        loss = nt_xent(z, z.flip(1), temperature=temperature, ids=ids, debias=0.1)
+        (gradient,) = torch.autograd.grad(loss, z)
+        assert torch.isfinite(gradient).all()
+        assert gradient.abs().max() > 0

@@ -482,7 +482,9 @@ def test_parameter_groups_spare_norms_and_biases_if_asked() -> None:
 
 def test_settings_of() -> None:
     assert settings_of("moco")["temperature"] == 0.2
-    assert set(settings_of("simclr")) == {"temperature", "memory", "joint"}
+    assert set(settings_of("simclr")) == {
+        "temperature", "temperature_high", "temperature_cycles", "debias", "memory", "joint"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

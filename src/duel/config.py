@@ -91,6 +91,12 @@ class TrainConfig:
     # Method (None: the method's own default) ---------------------------------------------------------------
     temperature: float | None = None
     """Temperature of the contrastive loss (simclr, moco)."""
+    temperature_high: float | None = None
+    """Let the temperature swing from this value to the temperature and back (Kukleva et al. 2023); None: constant."""
+    temperature_cycles: float | None = None
+    """How many times it does so in the whole training."""
+    debias: float | None = None
+    """Chance that a negative is of the anchor's class, which the debiased loss corrects for (simclr; Chuang 2020)."""
     key_momentum: float | None = None
     """Momentum of the key / target encoder (moco, byol)."""
     momentum_schedule: bool | None = None
@@ -176,7 +182,7 @@ class TrainConfig:
                 _at_least(self, name, 1)
         for name in ("seed", "warmup", "refresh", "knn_every", "weight_decay", "bias_class"):
             _at_least(self, name, 0)
-        for name in ("epochs", "lr", "temperature", "clip"):
+        for name in ("epochs", "lr", "temperature", "temperature_high", "temperature_cycles", "clip"):
             if getattr(self, name) is not None:
                 _positive(self, name)
         _at_least(self, "bias", 1)
@@ -282,6 +288,9 @@ class TrainConfig:
 
 _METHOD_SETTINGS = (
     "temperature",
+    "temperature_high",
+    "temperature_cycles",
+    "debias",
     "key_momentum",
     "momentum_schedule",
     "symmetric",

@@ -7,6 +7,8 @@ logit at temperature 0.1 is off by up to 0.04), read nothing back to the host an
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +24,7 @@ def info_nce(
     key: Tensor,
     negatives: Tensor,
     *,
-    temperature: float,
+    temperature: float | Tensor,
     blocked: Tensor | None = None,
     in_batch: bool = False,
     ids: Tensor | None = None,
@@ -55,10 +57,11 @@ def nt_xent(
     z1: Tensor,
     z2: Tensor,
     *,
-    temperature: float,
+    temperature: float | Tensor,
     negatives: Tensor | None = None,
     blocked: Tensor | None = None,
     ids: Tensor | None = None,
+    debias: float | None = None,
 ) -> Tensor:
     """NT-Xent, the loss of SimCLR: each of 2b views against the other view of its item and all remaining views.
 
@@ -68,6 +71,7 @@ def nt_xent(
         negatives: (n, d), further negatives of every row, from a memory; no gradient.
         blocked: bool (b, n); True where negative j is not to be used for item i (both of its views).
         ids: int64 (b,); items of the same id (drawn twice into one batch) are not negatives of one another.
+        debias: τ⁺ of the debiased loss (Chuang et al. 2020), the chance that a negative is of the anchor's own class.
 
     Returns:
         The mean over the 2b views, a float32 scalar.
@@ -81,6 +85,8 @@ def nt_xent(
         columns = [positive, cosines.masked_fill(same, -torch.inf)]
         if negatives is not None:
             columns.append(_against(z, negatives, None if blocked is None else blocked.repeat(2, 1)))
+        if debias is not None:
+            return _debiased_loss(torch.cat(columns[1:], dim=1), positive.squeeze(1), temperature, debias)
         return _mean_loss(torch.cat(columns, dim=1), positive, temperature)
 
 
@@ -106,6 +112,22 @@ def _same_item(b: int, device: torch.device, ids: Tensor | None) -> Tensor:
     return ids.unsqueeze(1) == ids.unsqueeze(0)
 
 
-def _mean_loss(cosines: Tensor, positive: Tensor, temperature: float) -> Tensor:
+def _debiased_loss(cosines: Tensor, positive: Tensor, temperature: float | Tensor, chance: float) -> Tensor:
+    """-log(p / (p + G)): of the negatives' sum G, the share that same-class ones are expected to have is taken off.
+
+    cosines (m, n): of the negatives, -inf where there is none. positive (m,). With N negatives and p = exp(s⁺/τ),
+    G = max((Σ exp(s/τ) - N τ⁺ p) / (1 - τ⁺), N exp(-1/τ)), in logarithms, which no temperature makes overflow.
+    """
+    count = (cosines > -torch.inf).sum(dim=1)
+    total = torch.logsumexp(cosines / temperature, dim=1)
+    removed = (positive / temperature + (chance * count).log() - total).exp()  # as a share of the total
+    left = 1 - removed
+    estimate = total + left.clamp(min=torch.finfo(left.dtype).tiny).log() - math.log1p(-chance)
+    least = count.log() - 1 / temperature
+    corrected = torch.maximum(torch.where(left > 0, estimate, least), least)
+    return F.softplus(corrected - positive / temperature).mean()
+
+
+def _mean_loss(cosines: Tensor, positive: Tensor, temperature: float | Tensor) -> Tensor:
     """-log softmax of the positive among all columns, averaged over rows."""
     return (torch.logsumexp(cosines / temperature, dim=1) - positive.squeeze(1) / temperature).mean()

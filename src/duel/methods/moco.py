@@ -21,6 +21,7 @@ from ..errors import UserError
 from ..losses import info_nce, unit
 from ..modes import evaluating
 from .base import Method, NegativeSource, StepOutput, check_range, follow, momentum_copy
+from .temperature import Temperature
 
 
 class MoCo(Method):
@@ -29,6 +30,7 @@ class MoCo(Method):
     Args:
         memory: holds the keys; filled before the first step. May be left out if `in_batch_negatives`.
         temperature: 0.2 is MoCo v2's.
+        temperature_high, temperature_cycles: let it swing from `temperature_high` down and back, so many times.
         momentum: of the key encoder. 0.99 suits small data sets; MoCo v2 has 0.999 on ImageNet.
         symmetric: each view is query once and key once (twice the encoding); the original is not symmetric.
         in_batch_negatives: the other keys of the batch are negatives too.
@@ -45,19 +47,20 @@ class MoCo(Method):
         *,
         memory: NegativeSource | None = None,
         temperature: float = 0.2,
+        temperature_high: float | None = None,
+        temperature_cycles: float = 5.0,
         momentum: float = 0.99,
         symmetric: bool = False,
         in_batch_negatives: bool = False,
         batchnorm_groups: int = 1,
         key_batchnorm: Literal["batch", "running"] = "batch",
     ) -> None:
-        check_range("temperature", temperature, 0, open_low=True)
         check_range("momentum", momentum, 0, 1)
         check_range("batchnorm_groups", batchnorm_groups, 1)
         if key_batchnorm not in ("batch", "running"):
             raise UserError(f"key_batchnorm must be 'batch' or 'running', got {key_batchnorm!r}")
         super().__init__(encoder, memory=memory)
-        self.temperature = temperature
+        self.temperature = Temperature(temperature, temperature_high, temperature_cycles)
         self.momentum = momentum
         self.symmetric = symmetric
         self.in_batch_negatives = in_batch_negatives
@@ -81,7 +84,7 @@ class MoCo(Method):
                 query,
                 key,
                 negatives,
-                temperature=self.temperature,
+                temperature=self.temperature.value,
                 blocked=blocked,
                 in_batch=self.in_batch_negatives,
                 ids=ids,
@@ -100,6 +103,7 @@ class MoCo(Method):
 
     def after_step(self, progress: Tensor | float) -> None:
         follow(self.key_encoder, self.encoder, 1 - self.momentum, statistics=self.running)
+        self.temperature.advance(progress)
 
     def _keys(self, images: Tensor) -> Tensor:
         """Keys of images (b, c, h, w): (b, d).

@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..encoders import Encoder
+from ..errors import UserError
 from ..losses import nt_xent, unit
-from .base import Method, NegativeSource, StepOutput, check_range
+from .base import Method, NegativeSource, StepOutput
+from .temperature import Temperature
 
 
 class SimCLR(Method):
@@ -14,18 +16,41 @@ class SimCLR(Method):
 
     Args:
         temperature: 0.5 is the original's for CIFAR-10.
+        temperature_high, temperature_cycles: let it swing from `temperature_high` down and back, so many times.
+        debias: τ⁺ of the debiased loss; see `duel.losses.nt_xent`.
         joint: one pass over both views, so that BatchNorm sees 2b images, as in the original.
     """
 
     def __init__(
-        self, encoder: Encoder, *, temperature: float = 0.5, memory: NegativeSource | None = None, joint: bool = True
+        self,
+        encoder: Encoder,
+        *,
+        temperature: float = 0.5,
+        temperature_high: float | None = None,
+        temperature_cycles: float = 5.0,
+        debias: float | None = None,
+        memory: NegativeSource | None = None,
+        joint: bool = True,
     ) -> None:
-        check_range("temperature", temperature, 0, open_low=True)
+        if debias is not None and not 0 <= debias < 1:
+            raise UserError(f"debias must lie in [0, 1), got {debias}")
         super().__init__(encoder, memory=memory, joint=joint)
-        self.temperature = temperature
+        self.temperature = Temperature(temperature, temperature_high, temperature_cycles)
+        self.debias = debias
 
     def forward(self, view1: Tensor, view2: Tensor, ids: Tensor | None = None) -> StepOutput:
         z1, z2 = self._both(self.encoder, view1, view2)
         negatives, blocked = (None, None) if self.memory is None else self.memory.negatives(exclude_ids=ids)
-        loss = nt_xent(z1, z2, temperature=self.temperature, negatives=negatives, blocked=blocked, ids=ids)
+        loss = nt_xent(
+            z1,
+            z2,
+            temperature=self.temperature.value,
+            negatives=negatives,
+            blocked=blocked,
+            ids=ids,
+            debias=self.debias,
+        )
         return StepOutput(loss, unit(z1.detach()))
+
+    def after_step(self, progress: Tensor | float) -> None:
+        self.temperature.advance(progress)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from .evidence import BALANCED, Evidence
 from .paper import BIASES, RESOURCES
-from .plan import Data
-from .rows import SCORES
+from .plan import GRIDS, Data
+from .rows import ROWS, SCORES
 from .stats import Summary, paired_difference
 
 MEASURE = "probe"
@@ -167,7 +167,13 @@ PAPER: tuple[Claim, ...] = (
     Claim("D-MoCo costs a quarter more time than MoCo v2 and no memory", _costs("moco")),
     Claim("D-SimCLR costs 1.9 times SimCLR's time and 1.2 times its memory", _costs("simclr")),
 )
-_RIVALS = ("{}", "d-{}-literal", "{}-memory-fifo", "{}-memory-reservoir", "{}-memory-minred")
+
+
+def _rivals(method: str) -> list[str]:
+    """Every row of the grid for this method but ours, and the literal form."""
+    return [f"d-{method}-literal", *(r for r in GRIDS["rivals"].rows if ROWS[r].plain == method and "ours" not in r)]
+
+
 OURS: tuple[Claim, ...] = tuple(
     claim
     for m, word in (("simclr", "SimCLR"), ("moco", "MoCo"))
@@ -176,7 +182,7 @@ OURS: tuple[Claim, ...] = tuple(
         Claim(f"D-{word} (ours) recovers 95 % of both gaps at ×27", _recovers(f"d-{m}-ours", 0.95)),
         Claim(
             f"D-{word} (ours) is above every rival at ×27, linear probe",
-            _beats(f"d-{m}-ours", [rival.format(m) for rival in _RIVALS]),
+            _beats(f"d-{m}-ours", _rivals(m)),
         ),
     )
 )

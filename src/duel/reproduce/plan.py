@@ -129,8 +129,11 @@ GRIDS: Mapping[str, Grid] = {
     "resources": Grid("time and memory at ×27", (*_PLAIN_AND_D, "simsiam"), DRAWN[-1:]),
     "framework": Grid("gap recovered at ×27", _each("{}", "d-{}-ours", "d-{}-stream", "{}-memory-fifo"), _ENDS),
     "rivals": Grid(
-        "other memories at equal budget",
-        _each("{}", "d-{}-ours", "{}-memory-fifo", "{}-memory-reservoir", "{}-memory-minred"),
+        "other memories and losses at equal budget",
+        (
+            *_each("{}", "d-{}-ours", "{}-memory-fifo", "{}-memory-reservoir", "{}-memory-minred", "{}-temperature"),
+            "simclr-debiased",
+        ),
         DRAWN[-1:],
     ),
     "controls": Grid(

@@ -81,6 +81,7 @@ def _variants(base: str, word: str) -> list[Row]:
     return rows
 
 
+_BASES: tuple[tuple[MethodName, str], ...] = (("simclr", "SimCLR"), ("moco", "MoCo v2"))
 SCORES = ("quadratic", "gaussian:1", "gaussian:0.1", "exponential:0.05")
 """Of the ablation, besides linear, which is the literal row."""
 
@@ -97,6 +98,17 @@ _ALL = [
         "d-simclr",
         "simclr",
         {**LITERAL["d-simclr"], "policy": "fifo"},
+    ),
+    Row("simclr-debiased", "SimCLR, debiased loss (τ⁺ 0.1)", "simclr", "simclr", {"debias": 0.1}),
+    *(
+        Row(
+            f"{base}-temperature",
+            f"{word}, temperature from 0.1 to 1 and back",
+            base,
+            base,
+            {"temperature": 0.1, "temperature_high": 1.0, "temperature_cycles": 5.0},
+        )
+        for base, word in _BASES
     ),
     Row("moco-refresh", "MoCo v2, FIFO, 64 slots encoded anew", "moco", "moco", {"refresh": 64}),
 ]
