@@ -64,7 +64,9 @@ def _check_memory(config: TrainConfig) -> None:
                 "use --source memory, a method with a memory (moco, d-moco, d-simclr), or --policy with simclr"
             )
     elif config.refresh > config.memory_size:
-        raise UserError(f"refresh must be at most memory_size = {config.memory_size}, got {config.refresh}")
+        raise UserError(
+            f"refresh must be at most memory_size = {config.memory_size}, got {config.refresh}; lower --refresh"
+        )
     if config.source == "stream" and config.stream_batch not in (None, config.batch_size):
         raise UserError(
             f"stream_batch {config.stream_batch} with batch_size {config.batch_size}: with source stream the stream's "
