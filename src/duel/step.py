@@ -84,7 +84,8 @@ class TrainingStep:
         compiled = worth_compiling(self.steps, device) if config.compile is None else config.compile
         for part in self.method.modules():
             if isinstance(part, Encoder):
-                part.backbone.register_forward_hook(self._count_images)
+                # every pass ends there; the backbone may be compiled, which a count on the host would disturb
+                part.projection.register_forward_hook(self._count_images)
                 if compiled:
                     part.backbone.compile(dynamic=False)  # batches come in two or three sizes
         self._forward, self._optimizer = fabric.setup(self.method, self.optimizer)

@@ -210,14 +210,9 @@ class _Loop:
         if self.inputs.test is None:
             return math.nan
         mean, std = self.inputs.stats
-        encoder, spent = self.step.method.encoder, self.step.images_encoded
-        try:
-            with torch.random.fork_rng(enabled=True):  # measuring must not change what is trained
-                return online_knn(
-                    encoder, self.inputs.train, self.inputs.test, mean=mean, std=std, device=self.step.device
-                )
-        finally:
-            self.step.images_encoded = spent  # nor count as training
+        encoder = self.step.method.encoder
+        with torch.random.fork_rng(enabled=True):  # measuring must not change what is trained
+            return online_knn(encoder, self.inputs.train, self.inputs.test, mean=mean, std=std, device=self.step.device)
 
     def _save(self, log: RunLog, *, must: bool) -> None:
         """Write a checkpoint, but never one that is not good. `must`: nothing comes after it."""
