@@ -127,7 +127,11 @@ GRIDS: Mapping[str, Grid] = {
         DRAWN[-1:],
     ),
     "resources": Grid("time and memory at ×27", (*_PLAIN_AND_D, "simsiam"), DRAWN[-1:]),
-    "framework": Grid("gap recovered at ×27", _each("{}", "d-{}-ours", "d-{}-stream", "{}-memory-fifo"), _ENDS),
+    "framework": Grid(
+        "gap recovered at ×27",
+        _each("{}", "d-{}-ours", "d-{}-stream", "{}-memory-fifo", "{}-memory-oracle", "{}-stream-oracle"),
+        _ENDS,
+    ),
     "rivals": Grid(
         "other memories and losses at equal budget",
         (

@@ -12,16 +12,25 @@ from ..config import MethodName, TrainConfig
 
 Settings = Mapping[str, Any]
 
-# The paper's form (Algorithm 2), whatever the recipe's own defaults are.
-LITERAL: Mapping[str, Settings] = {
-    "d-moco": {"source": "stream", "policy": "duel", "score": "linear", "admit": "always", "memory_size": 2048},
-    "d-simclr": {"source": "stream", "policy": "duel", "score": "linear", "admit": "always", "memory_size": 512},
-}
-# What we recommend: batches from the memory, a sharp score, slots encoded anew.
-OURS: Mapping[str, Settings] = {
-    name: {"source": "memory", "policy": "duel", "score": "exponential:0.05", "memory_size": 4096, "refresh": 256}
-    for name in ("d-moco", "d-simclr")
-}
+_MEMORY = (
+    "source", "stream_batch", "memory_size", "policy", "score", "admit", "at_once", "max_age", "refresh", "space",
+    "memory_negatives", "memory_view", "reuse_newcomers",
+)  # fmt: skip
+
+
+def _literal(memory_size: int) -> Settings:
+    """The paper's form (Algorithm 2), whatever the recipe's own defaults are."""
+    plain = {name: TrainConfig.__dataclass_fields__[name].default for name in _MEMORY}
+    return plain | {"policy": "duel", "score": "linear", "admit": "always", "memory_size": memory_size}
+
+
+LITERAL: Mapping[str, Settings] = {"d-moco": _literal(2048), "d-simclr": _literal(512)}
+
+
+def recommended(method: MethodName, source: recipes.Source) -> Settings:
+    """The memory that the standard recipe recommends, to be used with any recipe."""
+    config = recipes.standard(method, source=source)
+    return {name: getattr(config, name) for name in _MEMORY} | {"policy": config.memory_policy}
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ def _plain(name: MethodName, label: str) -> Row:
 def _variants(base: str, word: str) -> list[Row]:
     """The D-rows of one method and what they are compared with at equal budget."""
     method: Any = f"d-{base}"
-    literal, ours = LITERAL[method], OURS[method]
+    literal, ours, stream = LITERAL[method], recommended(method, "memory"), recommended(method, "stream")
 
     def memory_first(policy: str, label: str) -> Row:
         return Row(
@@ -69,10 +78,18 @@ def _variants(base: str, word: str) -> list[Row]:
     rows = [
         Row(f"{method}-literal", f"D-{word}, literal", method, base, literal, paper=method),
         Row(f"{method}-ours", f"D-{word}, ours", method, base, ours),
-        control("stream", "ours but stream-first", ours, source="stream", memory_size=literal["memory_size"]),
+        control("stream", "ours but stream-first", stream),
         memory_first("fifo", "FIFO"),
         memory_first("reservoir", "reservoir"),
         memory_first("minred", "MinRed"),
+        memory_first("oracle", "balanced by an oracle"),
+        Row(
+            f"{base}-stream-oracle",
+            f"{word}, stream-first, memory balanced by an oracle",
+            method,
+            base,
+            {**stream, "method": base, "policy": "oracle"},
+        ),
         control("at-once", "ours, a batch evicted at once", ours, at_once=True),
         control("compete", "ours, newcomers compete", ours, admit="compete"),
         control("adaptive", "ours, adaptive width", ours, policy="adaptive"),
