@@ -143,6 +143,62 @@ class Step:
         return _end(written, failed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """Our training against lightly's: same data, backbone, batch and machine; end to end and compute only.
+
+    Needs lightly: pip install 'duel-ssl[peers]'.
+
+    duel bench peers --root data
+    """
+
+    methods: tuple[str, ...] = ("simclr", "moco")
+    """Methods to measure."""
+    backbone: str = "resnet18"
+    """Any timm name."""
+    batch_size: int = 256
+    """Images per step."""
+    data: str | None = None
+    """Any that `duel train` takes; by default cifar10 where --root has it, else synthetic images of its shape."""
+    root: str = "data"
+    """Where torchvision keeps its data sets."""
+    workers: int | None = None
+    """lightly's loading processes; by default one per core."""
+    compile: bool = False
+    """Compile both backbones with torch.compile."""
+    count: int = 8
+    """Windows of which the median is taken."""
+    length: int = 30
+    """Steps in a window."""
+    warm_up: int = 40
+    """Steps before the first window."""
+    device: str = "auto"
+    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    out: str | None = None
+    """File for the figures; by default runs/bench-peers-<device>.json."""
+
+    def run(self) -> int:
+        from duel.machine import resolve_device
+
+        from .peers import report
+
+        written = report(
+            device=resolve_device(self.device),
+            out=self.out,
+            methods=self.methods,
+            data=self.data,
+            workers=self.workers,
+            warm_up=self.warm_up,
+            count=self.count,
+            length=self.length,
+            backbone=self.backbone,
+            batch_size=self.batch_size,
+            root=self.root,
+            compile=self.compile,
+        )
+        return _end(written, ())
+
+
 def _end(written: Path, failed: Sequence[str]) -> int:
     print(f"written: {written}")
     for line in failed:
@@ -150,4 +206,8 @@ def _end(written: Path, failed: Sequence[str]) -> int:
     return FAILED if failed else 0
 
 
-Benchmark = Annotated[Replace, tyro.conf.subcommand("replace")] | Annotated[Step, tyro.conf.subcommand("step")]
+Benchmark = (
+    Annotated[Replace, tyro.conf.subcommand("replace")]
+    | Annotated[Step, tyro.conf.subcommand("step")]
+    | Annotated[Peers, tyro.conf.subcommand("peers")]
+)

@@ -70,15 +70,20 @@ def views(step: TrainingStep) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def train(step: TrainingStep, first: Tensor, second: Tensor, *, only_loss: bool = False) -> None:
-    """Forward, backward, optimizer and momentum copy for two views; without the latter two if `only_loss`."""
+def train(step: TrainingStep, first: Tensor, second: Tensor, *, only_loss: bool = False) -> Tensor:
+    """Forward, backward, optimizer and momentum copy for two views; without the latter two if `only_loss`.
+
+    Returns the embeddings (b, d) for the memory.
+    """
     step.optimizer.zero_grad(set_to_none=True)
     with step.fabric.autocast():
-        loss, _ = step.method(first, second, step.ids)
-    loss.backward()
+        output = step.method(first, second, step.ids)
+    output.loss.backward()
     if not only_loss:
         step.optimizer.step()
         step.method.after_step(torch.zeros((), device=step.device))  # how far training is does not change its time
+    embeddings: Tensor = output.embeddings
+    return embeddings
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from duel.benchmarks.results import Results
 from duel.benchmarks.timing import windows
 from duel.config import MethodName, TrainConfig
 from duel.errors import UserError, suggest
+from duel.graph import WARM_UP
 from duel.machine import build_fabric
 from duel.step import TrainingStep
 
@@ -64,7 +65,6 @@ def cases(
     memory: slots of MoCo's; residents: slots of D-SimCLR's. settings: any field of TrainConfig, for all rows.
     """
     found: list[Case] = []
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
     for unknown in set(methods) - set(METHODS):
         raise UserError(suggest("method", unknown, METHODS))
 
@@ -76,21 +76,27 @@ def cases(
         found.append(Case(name, dataclasses.replace(config, **{**own, **settings}), plain))
         return name
 
+    # with what the newcomers' training gave instead of another pass over them, where the library can do that
+    can_reuse = "reuse_newcomers" in {field.name for field in dataclasses.fields(TrainConfig)}
+    reuses: list[dict[str, Any]] = [{}, {"reuse_newcomers": True}] if can_reuse else [{}]
+
     for backbone in backbones:
         for slots in memory if "moco" in methods else ():
             own: dict[str, Any] = {"memory_size": slots, "symmetric": False}
             plain = case(f"MoCo {slots:,}", "moco", backbone, None, **own)
             case(f"D-MoCo {slots:,}", "d-moco", backbone, plain, **own)
             if slots == memory[0]:
-                refresh = min(REFRESH, slots)
-                case(f"D-MoCo {slots:,}, refresh {refresh}", "d-moco", backbone, plain, refresh=refresh, **own)
+                own["refresh"] = min(REFRESH, slots)
+                for reuse in reuses:
+                    name = f"D-MoCo {slots:,}, refresh {own['refresh']}{', reuse' if reuse else ''}"
+                    case(name, "d-moco", backbone, plain, **own, **reuse)
         if "simclr" in methods:
             plain = case("SimCLR", "simclr", backbone, None)
-            own, refresh = {"memory_size": residents}, min(REFRESH, residents)
-            case(f"D-SimCLR {residents:,} literal", "d-simclr", backbone, plain, **own)
-            if "reuse_newcomers" in known:
-                case(f"D-SimCLR {residents:,} reuse", "d-simclr", backbone, plain, reuse_newcomers=True, **own)
-            case(f"D-SimCLR {residents:,}, refresh {refresh}", "d-simclr", backbone, plain, refresh=refresh, **own)
+            for refresh in (0, min(REFRESH, residents)):  # 0: all residents, as in the paper
+                for reuse in reuses:
+                    name = f"D-SimCLR {residents:,}, {f'refresh {refresh}' if refresh else 'literal'}"
+                    own = {"memory_size": residents, "refresh": refresh, **reuse}
+                    case(f"{name}{', reuse' if reuse else ''}", "d-simclr", backbone, plain, **own)
         for name, method in (("SimSiam", "simsiam"), ("BYOL", "byol")):
             if method in methods:
                 case(name, method, backbone, None)  # type: ignore[arg-type]
@@ -126,27 +132,41 @@ def benchmark(
     """
     done: list[dict[str, Any]] = []
     for group in _groups(rows):
-        steps: list[TrainingStep | None] = []
-        figures: list[dict[str, Any]] = []
-        for case in group:
-            begins(case.name)
-            step, row = _prepare(case, device, warm_up, image_count)
-            steps.append(step)
-            figures.append(row)
-        ready = [step for step in steps if step is not None]
-        times = iter(windows(ready, device, count=count, length=length))
-        for step, row in zip(steps, figures, strict=True):
-            if step is not None:
-                row |= _speed(next(times), step.config.batch_size)
-        for step, row in zip(steps, figures, strict=True):
-            if step is not None:
-                begins(f"{row['name']}: parts")
-                row |= _shares(step, row, repeats)
-            if row["plain"] is not None and "ms" in row and "ms" in figures[0]:
-                row["ratio"] = row["ms"] / figures[0]["ms"]
+        for row in _measure(group, device, count, length, warm_up, repeats, image_count, begins):
             done.append(row)
             each(row)
     return done
+
+
+def _measure(
+    group: Sequence[Case],
+    device: torch.device,
+    count: int,
+    length: int,
+    warm_up: int,
+    repeats: int,
+    image_count: int,
+    begins: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:
+    """The rows of one group. A function of its own, so that nothing of it is left when the next one's memory counts."""
+    steps: list[TrainingStep | None] = []
+    figures: list[dict[str, Any]] = []
+    for case in group:
+        begins(case.name)
+        prepared, row = _prepare(case, device, warm_up, image_count)
+        steps.append(prepared)
+        figures.append(row)
+    times = iter(windows([step for step in steps if step is not None], device, count=count, length=length))
+    for step, row in zip(steps, figures, strict=True):
+        if step is not None:
+            row |= _speed(next(times), step.config.batch_size)
+        if row["plain"] is not None and "ms" in row and "ms" in figures[0]:
+            row["ratio"] = row["ms"] / figures[0]["ms"]
+    for step, row in zip(steps, figures, strict=True):
+        if step is not None:
+            begins(f"{row['name']}: parts")
+            row |= _shares(step, row, repeats)
+        yield row
 
 
 def _groups(rows: Sequence[Case]) -> Iterator[list[Case]]:
@@ -173,16 +193,16 @@ def _prepare(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
+    inputs, fabric = images.load(config, device, count=image_count), build_fabric(config)
     try:
-        step = TrainingStep(config, images.load(config, device, count=image_count), fabric=build_fabric(config))
+        step = TrainingStep(config, inputs, fabric=fabric)
         step.fill_memory()
-        for _ in range(warm_up):
+        # the graph is recorded before the clock runs, whatever was asked for
+        for _ in range(warm_up if step.graph is None else max(warm_up, WARM_UP + 2)):
             step()
         encoded = step.images_encoded
         step()
         loss, bad = step.read_loss()
-    except UserError:
-        raise
     except Exception as error:  # one row, out of memory perhaps, must not lose the others
         return None, row | {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     if bad is not None:
