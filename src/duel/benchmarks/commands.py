@@ -92,8 +92,8 @@ class Step:
     """How many synthetic images."""
     root: str = "data"
     """Where torchvision keeps its data sets."""
-    compile: bool = False
-    """Compile the encoders with torch.compile."""
+    compile: bool | None = None
+    """Compile the encoders with torch.compile; None: as a long training would."""
     eager: bool = False
     """On a GPU, do not record the step as a CUDA graph."""
     count: int = 12
@@ -164,8 +164,10 @@ class Peers:
     """Where torchvision keeps its data sets."""
     workers: int | None = None
     """lightly's loading processes; by default one per core."""
-    compile: bool = False
-    """Compile both backbones with torch.compile."""
+    compile: bool | None = None
+    """Compile our encoder with torch.compile; None: as a long training would."""
+    compile_peer: bool = False
+    """Compile lightly's backbone too; its own benchmark does not."""
     count: int = 8
     """Windows of which the median is taken."""
     length: int = 30
@@ -195,6 +197,7 @@ class Peers:
             batch_size=self.batch_size,
             root=self.root,
             compile=self.compile,
+            compile_peer=self.compile_peer,
         )
         return _end(written, ())
 

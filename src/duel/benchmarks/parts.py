@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from duel.benchmarks.timing import milliseconds, windows
 from duel.encoders import Encoder
 from duel.memory import WorkingMemory
+from duel.methods import StepOutput
 from duel.step import TrainingStep
 
 #: Batches of newcomers kept ready beyond the timed ones, for warming up and recording.
@@ -34,7 +34,7 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
     graph = step.graph is not None and step.graph.why_not is None
 
     def timed(call: Callable[[], object]) -> float:
-        return milliseconds(call, step.device, repeats=repeats, graph=graph)
+        return milliseconds(call, step.device, repeats=repeats, graph=graph, generator=step.generator)
 
     def sample() -> object:
         return step.stream.next(out=(step.images, step.ids))
@@ -43,7 +43,7 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
     found = {"sampling": sorted(samples)[len(samples) // 2], "augmentation": timed(lambda: views(step))}
     memory = step.memory
     if memory is not None and step.config.source == "memory":
-        found["sampling"] += timed(partial(_draw, memory, step.config.batch_size))
+        found["sampling"] += timed(step._sample)
     first, second = views(step)
     whole = timed(lambda: train(step, first, second))
     with encoders_that_answer_at_once(step) as (dummy, _):
@@ -58,57 +58,62 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
     return found
 
 
-def _draw(memory: WorkingMemory, count: int) -> Tensor:
-    return memory["image"][memory.sample(count)]
-
-
 @torch.no_grad()
 def views(step: TrainingStep) -> tuple[Tensor, Tensor]:
     """Two augmented views of the batch in `step.images`, laid out as the encoder wants them."""
-    # torch's own generator: one of ours would have to be registered with the graph
-    first, second = (view.contiguous(memory_format=step.layout) for view in step.augment.views(step.images, 2))
+    both = step.augment.views(step.images, 2, step.generator)
+    first, second = (view.contiguous(memory_format=step.layout) for view in both)
     return first, second
 
 
-def train(step: TrainingStep, first: Tensor, second: Tensor, *, only_loss: bool = False) -> Tensor:
-    """Forward, backward, optimizer and momentum copy for two views; without the latter two if `only_loss`.
-
-    Returns the embeddings (b, d) for the memory.
-    """
+def train(step: TrainingStep, first: Tensor, second: Tensor, *, only_loss: bool = False) -> StepOutput:
+    """Forward, backward, optimizer and momentum copy for two views; without the latter two if `only_loss`."""
     step.optimizer.zero_grad(set_to_none=True)
     with step.fabric.autocast():
-        output = step.method(first, second, step.ids)
+        output: StepOutput = step.method(first, second, step.anchor_ids)
     output.loss.backward()
     if not only_loss:
         step.optimizer.step()
         step.method.after_step(torch.zeros((), device=step.device))  # how far training is does not change its time
-    embeddings: Tensor = output.embeddings
-    return embeddings
+    return output
+
+
+def remember(step: TrainingStep, output: StepOutput) -> None:
+    """All that a step does for its memory, with the batch in `step.images` and `step.ids`."""
+    step._update_memory(output.embeddings)
+
+
+class _StandIn(nn.Module):
+    """Answers at once: as many of the given rows as it is asked about."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.rows[: len(batch)]
 
 
 @contextmanager
 def encoders_that_answer_at_once(step: TrainingStep) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every encoder of the method returns a given tensor, so that what is left of a step is its loss.
+    """Every encoder of the method returns given rows, so that what is left of a step is its loss.
 
-    Yields a batch to call the method with, and the embeddings (2b, d) that come back and receive the gradient.
+    Yields a batch to call the method with, and the projections (2b, d) that come back and receive the gradient.
     """
     encoders = [part for part in step.method.modules() if isinstance(part, Encoder)]
-    batch = step.config.batch_size
-    dummy = torch.zeros(batch, 1, device=step.device)
+    own = [(part.backbone, part.projection) for part in encoders]
+    count, device = 2 * step.config.batch_size, step.device
     with step.fabric.autocast():
-        dtype = torch.get_autocast_dtype(step.device.type) if torch.is_autocast_enabled(step.device.type) else None
-    given = torch.randn(2 * batch, step.config.dim, device=step.device, dtype=dtype).requires_grad_()
-
-    def answer(images: Tensor) -> Tensor:
-        return given[: len(images)]
-
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    given = torch.randn(count, step.config.dim, device=device, dtype=dtype).requires_grad_()
     for part in encoders:
-        part.forward = answer  # type: ignore[method-assign]
+        part.backbone = _StandIn(torch.zeros(count, part.feature_dim, device=device, dtype=dtype))
+        part.projection = _StandIn(given)
     try:
-        yield dummy, given
+        yield torch.zeros(step.config.batch_size, 1, device=device), given
     finally:
-        for part in encoders:
-            del part.forward  # the class's own shows again
+        for part, (backbone, projection) in zip(encoders, own, strict=True):
+            part.backbone, part.projection = backbone, projection
 
 
 class Newcomers:
@@ -122,20 +127,20 @@ class Newcomers:
         self.embeddings = torch.stack([step.embed(images) for images in self.images])
         self.turn = torch.zeros(1, dtype=torch.int64, device=step.device)  # there, so that replays move on too
 
-    def next(self) -> Tensor:
-        """Puts the next batch where the step looks for it; returns its embeddings."""
+    def next(self) -> StepOutput:
+        """Puts the next batch where the step looks for it; returns what its training might have given."""
         self.step.images.copy_(self.images.index_select(0, self.turn)[0])
         self.step.ids.copy_(self.ids.index_select(0, self.turn)[0])
         embeddings = self.embeddings.index_select(0, self.turn)[0]
         self.turn.add_(1).remainder_(len(self.images))
-        return embeddings
+        return StepOutput(embeddings.new_zeros(()), embeddings)
 
     def replace(self) -> None:
         """The replacement alone."""
-        embeddings = self.next()
+        output = self.next()
         payload: dict[str, Any] = {"image": self.step.images} if self.step.config.memory_holds_images else {}
-        self.memory.update(embeddings, id=self.step.ids, **payload)
+        self.memory.update(output.embeddings, id=self.step.ids, **payload)
 
     def care(self) -> None:
         """All that a step does for its memory."""
-        self.step._update_memory(self.next())
+        remember(self.step, self.next())

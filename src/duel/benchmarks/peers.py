@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from duel import encoders, recipes
 from duel.benchmarks import images, parts
 from duel.benchmarks.results import Results
+from duel.benchmarks.step import is_compiled
 from duel.benchmarks.timing import capture, windows
 from duel.config import TrainConfig
 from duel.errors import UserError, suggest
@@ -123,7 +124,9 @@ class Pictures(Dataset[Any]):
 class PeerRun:
     """The peer's training: `compute` on a batch that is there, `end_to_end` with its loader."""
 
-    def __init__(self, config: TrainConfig, inputs: Inputs, device: torch.device, workers: int) -> None:
+    def __init__(
+        self, config: TrainConfig, inputs: Inputs, device: torch.device, *, workers: int, compiled: bool
+    ) -> None:
         torch.manual_seed(config.seed)
         self.device, self.cuda = device, device.type == "cuda"
         self.layout = torch.channels_last if self.cuda else torch.contiguous_format
@@ -141,8 +144,8 @@ class PeerRun:
             pin_memory=self.cuda,
         )
         self.model = peer.to(device).to(memory_format=self.layout)  # type: ignore[call-overload]
-        if config.compile:
-            self.model.backbone.compile()
+        if compiled:
+            self.model.backbone.compile(dynamic=False)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(
             trained, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
@@ -181,17 +184,24 @@ def our_compute(step: TrainingStep) -> Callable[[], object]:
     first, second = parts.views(step)
 
     def compute() -> None:
-        step._update_memory(parts.train(step, first, second))
+        parts.remember(step, parts.train(step, first, second))
 
-    return capture(compute) if step.graph is not None and step.graph.why_not is None else compute
+    return capture(compute, step.generator) if step.graph is not None and step.graph.why_not is None else compute
 
 
 def compare(
-    method: str, config: TrainConfig, *, device: torch.device, workers: int, warm_up: int, count: int, length: int
+    config: TrainConfig,
+    *,
+    device: torch.device,
+    workers: int,
+    warm_up: int,
+    count: int,
+    length: int,
+    compile_peer: bool = False,
 ) -> list[dict[str, Any]]:
     """Two rows: end to end and compute only, ours and lightly's, in milliseconds per step."""
     inputs = images.load(config, torch.device("cpu"))
-    peer = PeerRun(config, inputs, device, workers)
+    peer = PeerRun(config, inputs, device, workers=workers, compiled=compile_peer)
     for _ in range(warm_up + 3 * AHEAD * workers):  # until what was loaded ahead is used up
         peer.end_to_end()
     (theirs_whole,) = windows([peer.end_to_end], device, count=count, length=length)
@@ -203,7 +213,8 @@ def compare(
         step()
     (ours_whole,) = windows([step], device, count=count, length=length)
     ours, theirs = windows([our_compute(step), peer.compute], device, count=count, length=length)
-    about = {"method": method, "backbone": config.backbone, "batch_size": config.batch_size, "data": config.data}
+    about = {name: getattr(config, name) for name in ("method", "backbone", "batch_size", "data")}
+    about |= {"ours_compiled": is_compiled(step), "lightly_compiled": compile_peer}
     return [
         about | {"what": what, **_figures(ours, theirs, config.batch_size)}
         for what, ours, theirs in (("end to end", ours_whole, theirs_whole), ("compute only", ours, theirs))
@@ -233,6 +244,7 @@ def report(
     warm_up: int,
     count: int,
     length: int,
+    compile_peer: bool = False,
     **settings: Any,
 ) -> Path:
     """What `duel bench peers` does: a table and the figures as JSON. data None: CIFAR-10 if it is there, else made up.
@@ -258,7 +270,15 @@ def report(
         config = dataclasses.replace(config, device=str(device), **settings)
         config = dataclasses.replace(config, data=data or _available(config))
         with console.status(f"{method}: {config.data}, {workers} loading processes"):
-            rows = compare(method, config, device=device, workers=workers, warm_up=warm_up, count=count, length=length)
+            rows = compare(
+                config,
+                device=device,
+                workers=workers,
+                warm_up=warm_up,
+                count=count,
+                length=length,
+                compile_peer=compile_peer,
+            )
         for row in rows:
             results.add(row)
     console.print(table(results.rows))

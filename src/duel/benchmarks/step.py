@@ -208,10 +208,16 @@ def _prepare(
     if bad is not None:
         return None, row | {"error": f"the loss of step {bad} is not finite, so the memory turned its items away"}
     row |= {"images_encoded": step.images_encoded - encoded, "loss": loss}
+    row["compiled"] = is_compiled(step)
     row["mode"] = "eager" if step.graph is None else step.graph.why_not or "graph"
     if device.type == "cuda":
         row["peak_gb"] = (torch.cuda.max_memory_allocated(device) - before) / 1e9
     return step, row
+
+
+def is_compiled(step: TrainingStep) -> bool:
+    """Whether torch.compile was put on a part of the method, by the config or because a long training is worth it."""
+    return any(part._compiled_call_impl is not None for part in step.method.modules())
 
 
 def _speed(times: list[float], batch: int) -> dict[str, Any]:

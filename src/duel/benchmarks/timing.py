@@ -10,12 +10,22 @@ from functools import partial
 import torch
 
 
-def milliseconds(call: Callable[[], object], device: torch.device, *, repeats: int, graph: bool = True) -> float:
-    """Median time of one call, after warming up. On a GPU with graph=True the call is captured once and replayed."""
+def milliseconds(
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int,
+    graph: bool = True,
+    generator: torch.Generator | None = None,
+) -> float:
+    """Median time of one call, after warming up. On a GPU with graph=True the call is captured once and replayed.
+
+    generator: one that the call draws from; torch's own needs no mention.
+    """
     if device.type != "cuda":
         call()
         return statistics.median(_elapsed(call, device) for _ in range(repeats))
-    run = capture(call) if graph else call
+    run = capture(call, generator) if graph else call
     run()
     return statistics.median(_elapsed(run, device) for _ in range(repeats))
 
@@ -53,8 +63,8 @@ def _elapsed(call: Callable[[], object], device: torch.device) -> float:
     return float(begin.elapsed_time(end))
 
 
-def capture(call: Callable[[], object]) -> Callable[[], None]:
-    """The call as a CUDA graph, after three warm-up calls on a side stream."""
+def capture(call: Callable[[], object], generator: torch.Generator | None = None) -> Callable[[], None]:
+    """The call as a CUDA graph, after three warm-up calls on a side stream; generator: as above."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -62,6 +72,8 @@ def capture(call: Callable[[], object]) -> Callable[[], None]:
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
+    if generator is not None:
+        graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
         call()
     return graph.replay  # type: ignore[no-any-return]
