@@ -177,7 +177,7 @@ def test_the_loss_is_measured_without_the_encoder(simclr):
     assert loss.item() == pytest.approx(want.item())
     assert given.grad.abs().sum() > 0
     assert all(p.grad is None for p in simclr.method.encoder.parameters())
-    simclr.method.encoder(parts.views(simclr)[0])  # the real one again
+    simclr.method.encoder(parts.views(simclr, simclr.images)[0])  # the real one again
     assert simclr.images_encoded > encoded
 
 

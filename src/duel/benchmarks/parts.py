@@ -6,6 +6,7 @@ re-encoding is the whole care for the memory without the replacement.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,11 +41,13 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
         return step.stream.next(out=(step.images, step.ids))
 
     (samples,) = windows([sample], step.device, count=repeats, length=4)
-    found = {"sampling": sorted(samples)[len(samples) // 2], "augmentation": timed(lambda: views(step))}
+    found = {"sampling": statistics.median(samples)}
     memory = step.memory
     if memory is not None and step.config.source == "memory":
         found["sampling"] += timed(step._sample)
-    first, second = views(step)
+    images, _ = step._sample()
+    found["augmentation"] = timed(lambda: views(step, images))
+    first, second = views(step, images)
     whole = timed(lambda: train(step, first, second))
     with encoders_that_answer_at_once(step) as (dummy, _):
         found["loss"] = timed(lambda: train(step, dummy, dummy, only_loss=True))
@@ -59,9 +62,9 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
 
 
 @torch.no_grad()
-def views(step: TrainingStep) -> tuple[Tensor, Tensor]:
-    """Two augmented views of the batch in `step.images`, laid out as the encoder wants them."""
-    both = step.augment.views(step.images, 2, step.generator)
+def views(step: TrainingStep, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Two augmented views of images uint8 (b, c, h, w), laid out as the encoder wants them."""
+    both = step.augment.views(images, 2, step.generator)
     first, second = (view.contiguous(memory_format=step.layout) for view in both)
     return first, second
 

@@ -181,7 +181,7 @@ class PeerRun:
 
 def our_compute(step: TrainingStep) -> Callable[[], object]:
     """Our step from views that are there to the updated memory: what is left without sampling and augmentation."""
-    first, second = parts.views(step)
+    first, second = parts.views(step, step.images)
 
     def compute() -> None:
         parts.remember(step, parts.train(step, first, second))

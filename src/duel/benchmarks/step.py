@@ -94,9 +94,9 @@ def cases(
             plain = case("SimCLR", "simclr", backbone, None)
             for refresh in (0, min(REFRESH, residents)):  # 0: all residents, as in the paper
                 for reuse in reuses:
-                    name = f"D-SimCLR {residents:,}, {f'refresh {refresh}' if refresh else 'literal'}"
+                    how = [f"refresh {refresh}"] * (refresh > 0) + ["reuse"] * bool(reuse) or ["literal"]
                     own = {"memory_size": residents, "refresh": refresh, **reuse}
-                    case(f"{name}{', reuse' if reuse else ''}", "d-simclr", backbone, plain, **own)
+                    case(f"D-SimCLR {residents:,}, {', '.join(how)}", "d-simclr", backbone, plain, **own)
         for name, method in (("SimSiam", "simsiam"), ("BYOL", "byol")):
             if method in methods:
                 case(name, method, backbone, None)  # type: ignore[arg-type]
