@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from duel import cli, runs
+from duel import cli, recipes, runs
 from duel.config import TrainConfig
 
 TINY = ["--recipe=demo", "--data=digits", "--steps=4", "--batch-size=16", "--memory-size=32", "--dim=16"]
@@ -58,6 +59,11 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
         "cifar10", "simclr", 27.0, 5000, "runs/x"
     )  # fmt: skip
     assert parsed("--bias-kind", "weights", "--weights", "1", "2.5").weights == (1.0, 2.5)
+    first = parsed("--method", "d-simclr", "--source", "memory", "--data", "cifar10", "--bias", "27")
+    assert first == dataclasses.replace(recipes.standard("d-simclr", source="memory"), bias=27.0)
+    assert first.memory_size > parsed("--method", "d-simclr").memory_size
+    queue = parsed("--method", "simclr", "--policy", "fifo", "--memory-size", "512")
+    assert (queue.negatives_from_memory, queue.refreshed_slots) == (True, 512)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,17 @@ from duel.optimizers import LARS, Schedule, build_optimizer, learning_rate
         ({"bias_kind": "weights"}, "needs weights"),
         ({"weights": (1.0, 2.0)}, "no other kind takes them"),
         ({"bias_kind": "weights", "weights": (1.0, -2.0)}, "weights must be >= 0"),
-        ({"policy": "duel"}, "keeps no memory"),
+        ({"refresh": 8}, "keeps no memory, so refresh would do nothing"),
+        ({"method": "byol", "policy": "duel", "space": "backbone"}, "keeps no memory, so policy, space would"),
+        ({"stream_batch": 64}, "stream_batch 64 with batch_size 256: with source stream .* must be equal"),
+        ({"source": "memory", "stream_batch": 0}, "stream_batch must be >= 1"),
+        ({"method": "moco", "source": "memory", "memory_negatives": True}, "memory_negatives is for simclr"),
+        ({"method": "d-simclr", "memory_negatives": True}, "with source 'stream'"),
+        ({"method": "d-moco", "reuse_newcomers": True}, "the memory holds embeddings, which come from the training"),
+        ({"source": "memory", "reuse_newcomers": True}, "batches are drawn from the memory; leave it out"),
+        ({"method": "d-simclr", "reuse_newcomers": True, "memory_view": "clean"}, "must be augmented or auto"),
+        ({"method": "d-moco", "memory_images": "host"}, "holds embeddings only"),
+        ({"method": "d-moco", "space": "backbones"}, "did you mean 'backbone'"),
         ({"method": "moco", "refresh": 9999}, "refresh must be at most memory_size = 4096"),
         ({"source": "memory", "memory_size": 64}, "batch_size 256 exceeds memory_size 64"),
     ],
@@ -63,14 +73,39 @@ def test_what_the_fields_imply() -> None:
     assert not TrainConfig(method="moco").memory_holds_images
     assert TrainConfig(method="d-simclr", memory_size=512).refreshed_slots == 512
     assert TrainConfig(source="memory").memory_holds_images
+    control = TrainConfig(policy="fifo", memory_size=512)  # SimCLR with a queue of images
+    assert control.negatives_from_memory
+    assert control.memory_holds_images
+    assert (control.memory_policy, control.refreshed_slots) == ("fifo", 512)
+    assert not TrainConfig(source="memory", policy="fifo").negatives_from_memory
+    assert TrainConfig(source="memory", memory_negatives=True).negatives_from_memory
+    assert TrainConfig(source="memory", stream_batch=64).stream_items == 64
+
+
+def test_how_the_memory_is_encoded() -> None:
+    def how(**settings: Any) -> tuple[bool, bool]:
+        config = TrainConfig(**settings)
+        return config.memory_augmented, config.newcomers_from_training
+
+    assert how(method="d-moco") == (True, True)  # the keys of the step
+    assert how(method="d-moco", memory_view="clean") == (False, False)
+    assert how(method="d-moco", refresh=64) == (False, False)
+    assert how(method="d-simclr") == (False, False)
+    assert how(method="d-simclr", memory_view="augmented") == (True, False)
+    assert how(method="d-simclr", reuse_newcomers=True) == (True, True)
+    assert how(source="memory") == (False, False)
+
+
+def test_names_of_runs() -> None:
     assert TrainConfig(data="some/where/photos/", bias=27).run_dir == "runs/photos-simclr-x27-seed0"
 
 
 @pytest.mark.parametrize("method", get_args(MethodName))
 @pytest.mark.parametrize("name", list(recipes.RECIPES))
 def test_every_recipe_serves_every_method(name: str, method: MethodName) -> None:
-    config = recipes.recipe(name, method=method)
-    assert (config.recipe, config.method) == (name, method)
+    for source in ("stream", "memory"):
+        config = recipes.recipe(name, method=method, source=source, batch_size=5000)
+        assert (config.recipe, config.method, config.source, config.batch_size) == (name, method, source, 5000)
 
 
 def test_recipes_by_name() -> None:
@@ -82,6 +117,16 @@ def test_recipes_by_name() -> None:
         recipes.recipe("standart")
     with pytest.raises(UserError, match="unknown method"):
         recipes.recipe("standard", method="swav")
+    with pytest.raises(UserError, match="did you mean 'memory'"):
+        recipes.recipe("standard", source="memry")
+
+
+def test_the_standard_memory_depends_on_what_it_is_for() -> None:
+    first = recipes.standard("d-simclr", source="memory")
+    assert (first.memory_size, first.score, first.refresh) == (4096, "exponential:0.05", 256)
+    assert recipes.standard("d-moco", source="memory").refresh == 256
+    assert recipes.standard("d-simclr").memory_size == recipes.standard("simclr").memory_size == 512
+    assert recipes.standard("d-moco").memory_size == 4096
 
 
 def test_config_and_cli_do_not_import_torch() -> None:

@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 
 from duel import WorkingMemory
 from duel.errors import UserError
-from duel.policies import AdaptiveDuel, Duel, Fifo, MinRed, Random, Reservoir
+from duel.policies import AdaptiveDuel, Duel, Fifo, MinRed, Oracle, Random, Reservoir
 from duel.replacement import fused, replace
 from pools import clusters, isotropic, judge, lattice, rounding
 
@@ -71,6 +71,7 @@ POLICIES = {
     "at_once": lambda: Duel("gaussian:0.1", at_once=True),
     "ageing": lambda: Duel("gaussian:0.1", max_age=5),
     "adaptive": lambda: AdaptiveDuel(every=3),
+    "oracle": lambda: Oracle(torch.arange(2000) % 11),
 }
 
 

@@ -22,6 +22,14 @@ CASES = {
     "byol": {"method": "byol"},
     "simsiam": {"method": "simsiam"},
     "memory-first": {"method": "simclr", "source": "memory", "policy": "duel"},
+    "memory negatives": {"method": "simclr", "source": "memory", "memory_negatives": True, "stream_batch": 48},
+    "oracle": {"method": "moco", "policy": "oracle"},
+    "oracle first": {"method": "simclr", "source": "memory", "policy": "oracle", "refresh": 32},
+    "backbone": {"method": "d-moco", "space": "backbone", "refresh": 64},
+    "augmented": {"method": "d-simclr", "memory_view": "augmented", "refresh": 64},
+    "reuse": {"method": "d-simclr", "reuse_newcomers": True, "refresh": 64},
+    "simclr queue": {"method": "simclr", "policy": "fifo"},
+    "moco queue": {"method": "moco", "refresh": 64},
 }
 
 
@@ -54,6 +62,32 @@ def test_graph_and_eager_agree(case, monkeypatch):
     assert (memories[0] == memories[1]).float().mean() > 0.9
     assert counts[0] == counts[1]
     assert losses[0][WARM_UP + 2 :].unique().numel() > 20  # replays draw new augmentations
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("source", ["stream", "memory"])
+def test_images_on_the_host_give_what_images_on_the_device_give(source, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    found = []
+    for where in ("device", "host"):
+        config = dataclasses.replace(
+            recipes.demo("d-simclr"), device="cuda", precision="fp32", source=source, bias=27.0, refresh=64,
+            memory_images=where, graph=where == "host",
+        )  # fmt: skip
+        fabric = build_fabric(config)
+        step = TrainingStep(config, Inputs.load(config, fabric.device, test=False), fabric=fabric)
+        step.fill_memory()
+        for _ in range(20):
+            step()
+        assert step.graph is None
+        assert (step.why_eager is None) == (where == "device")
+        assert step.memory["image"].device.type == ("cpu" if where == "host" else "cuda")
+        found.append((step.read_loss()[0], step.memory["id"].cpu(), step.memory["image"].cpu()))
+    assert abs(found[0][0] - found[1][0]) < 1e-3
+    same = found[0][1] == found[1][1]
+    assert same.float().mean() > 0.9
+    assert torch.equal(found[0][2][same], found[1][2][same])
 
 
 @pytest.mark.gpu

@@ -150,5 +150,7 @@ def test_the_paper_recipe_is_the_literal_setting(method):
     assert config.memory_policy == "duel"
     assert (config.score, config.admit, config.at_once, config.max_age) == ("linear", "always", False, None)
     assert config.source == "stream"
+    assert (config.space, config.memory_view, config.reuse_newcomers) == ("projection", "auto", False)
+    assert config.newcomers_from_training == (method == "d-moco")  # the step's keys; images are encoded anew
     assert config.memory_size == {"d-moco": 2048, "d-simclr": 512}[method]
     assert config.refreshed_slots == {"d-moco": 0, "d-simclr": 512}[method]

@@ -333,7 +333,7 @@ def test_keys_are_normalised_with_other_images_than_queries() -> None:
         for group in range(groups):
             members = dealt[group * (B // groups) : (group + 1) * (B // groups)]
             wanted[members] = copy.deepcopy(plain)(images[members])
-        got = method._keys(images)
+        got = method._keys(images).projections
     assert torch.allclose(got, wanted, atol=1e-5)
     queries = [set(range(g * 2, g * 2 + 2)) for g in range(groups)]
     assert all(len(set(dealt[g * 2 : g * 2 + 2]) & q) <= 1 for g in range(groups) for q in queries)
@@ -516,3 +516,28 @@ def test_a_batchnorm_that_cannot_be_split_is_named() -> None:
 def test_a_method_must_say_what_its_loss_is() -> None:
     with pytest.raises(TypeError, match="forward"):
         Method(net())  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [*ALL_FORMS, ("byol", {"symmetric": False}), ("simsiam", {"joint": True})]
+)
+def test_a_step_gives_the_features_that_its_embeddings_were_projected_from(name: str, settings: dict[str, Any]) -> None:
+    method = make(name, **settings)
+    with evaluating(method), torch.no_grad():
+        out = method(*views(), torch.arange(B))
+        projected = nn.functional.normalize(method.memory_encoder.projection(out.features))
+    assert torch.allclose(projected, out.embeddings, atol=1e-5)
+    assert out.features.shape == (B, method.encoder.feature_dim)
+    assert not method(*views(), torch.arange(B)).features.requires_grad
+
+
+def test_features_and_projection_come_from_one_pass() -> None:
+    method = make("moco")
+    passes = []
+    method.memory_encoder.backbone.register_forward_hook(lambda *_: passes.append(1))
+    images, _ = views()
+    z, features = method.embed_with_features(images)
+    assert len(passes) == 1
+    assert torch.equal(z, method.embed(images))
+    with torch.no_grad(), evaluating(method):
+        assert torch.equal(features, method.memory_encoder.features(images))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -43,13 +43,20 @@ def acceptable_rows(rows: Tensor) -> Tensor:
     return (length - 1.0).abs() <= unit_tolerance(rows.dtype)
 
 
-def check_payload(given: Mapping[str, Tensor], wanted: PayloadSpec, count: int, device: torch.device) -> None:
-    """Names, shapes, dtypes and device of what is to be kept with `count` embeddings."""
+def check_payload(
+    given: Mapping[str, Tensor],
+    wanted: PayloadSpec,
+    count: int,
+    device: torch.device,
+    *,
+    anywhere: Container[str] = (),
+) -> None:
+    """Names, shapes, dtypes and device of what is to be kept with `count` embeddings; `anywhere`: on the host too."""
     if given.keys() != wanted.keys():
         raise UserError(f"payload must be {sorted(wanted)}, got {sorted(given)}")
     for name, (shape, dtype) in wanted.items():
         values = given[name]
         if values.shape != (count, *shape) or values.dtype != dtype:
             raise UserError(f"{name} must be {dtype} {(count, *shape)}, got {values.dtype} {tuple(values.shape)}")
-        if values.device != device:
+        if values.device != device and not (name in anywhere and values.device.type == "cpu"):
             raise UserError(f"{name} is on {values.device}, the memory on {device}")

@@ -82,7 +82,7 @@ class Train:
       duel train --data cifar10 --method simclr --bias 27 --steps 5000 --out runs/simclr-x27
 
     Your own pictures, and a working memory that forgets duplicates as the source of the batches:
-      duel train --data ~/pictures --image-size 64 --source memory --policy duel --out runs/mine
+      duel train --data ~/pictures --image-size 64 --method d-simclr --source memory --out runs/mine
 
     Go on after an interruption, with the settings of the run:
       duel train --out runs/simclr --resume
@@ -235,7 +235,7 @@ def _parse(args: list[str]) -> Command:
 def _defaults(args: list[str]) -> TrainConfig:
     """First pass over the options of `train`: what the recipe, or the run to be resumed, says about all the others."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for option in ("--recipe", "--method", "--data", "--out", "--batch-size"):
+    for option in ("--recipe", "--method", "--data", "--source", "--out", "--batch-size"):
         first.add_argument(option)
     for flag in ("--resume", "--overwrite", "--help", "-h"):
         first.add_argument(flag, action="store_true", dest=flag.lstrip("-"))
@@ -251,7 +251,8 @@ def _defaults(args: list[str]) -> TrainConfig:
         from .runs import load_config  # needs torch, as the training that follows does
 
         return load_config(Path(given.out))
-    choices: dict[str, Any] = {k: v for k, v in (("method", given.method), ("data", given.data)) if v is not None}
+    named = {"method": given.method, "data": given.data, "source": given.source}
+    choices: dict[str, Any] = {k: v for k, v in named.items() if v is not None}
     if given.batch_size is not None and given.batch_size.isdigit() and int(given.batch_size) > 0:
         choices["batch_size"] = int(given.batch_size)
     return recipes.recipe(given.recipe or "standard", **choices)

@@ -1,4 +1,4 @@
-"""What a training run is, as one flat dataclass; every field is documented and checked here.
+"""What a training run is, as one flat dataclass; every field is documented here and checked by `config_checks`.
 
 Importing this module must stay cheap (no torch): ``duel --help`` is built from it.
 """
@@ -6,11 +6,11 @@ Importing this module must stay cheap (no torch): ``duel --help`` is built from 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from .config_checks import check
 from .errors import UserError, suggest
 
 MethodName = Literal["simclr", "moco", "simsiam", "byol", "d-simclr", "d-moco"]
@@ -36,13 +36,15 @@ class TrainConfig:
     seed: int = 0
     """Seed of the weights, the stream, the augmentation and the policy."""
     epochs: float = 200.0
-    """Length of training in passes over the training images; ignored when steps is given."""
+    """Length of training in passes of the stream over the training images; ignored when steps is given."""
     steps: int | None = None
     """Length of training in steps (batches)."""
     batch_size: int = 256
     """Images per step; each is seen in two augmented views."""
     source: Literal["stream", "memory"] = "stream"
     """stream: batches come from the stream. memory: the stream only feeds the memory, batches are drawn from it."""
+    stream_batch: int | None = None
+    """Stream items offered to the memory per step with source memory, whatever the batch size; None: batch_size."""
 
     # Data --------------------------------------------------------------------------------------------------
     root: str = field(default="data", metadata=_FREE)
@@ -106,19 +108,37 @@ class TrainConfig:
 
     # Working memory ----------------------------------------------------------------------------------------
     memory_size: int = 4096
-    """Slots of the working memory (moco, d-simclr, and every method with source memory)."""
+    """Slots of the working memory (moco, d-simclr, simclr with a policy, and every method with source memory)."""
     policy: str | None = None
-    """Who leaves: fifo, duel, reservoir, random, minred, adaptive. None: duel for the d- methods, else fifo."""
+    """Who leaves: fifo, duel, reservoir, random, minred, adaptive. None: duel for the d- methods, else fifo. simclr
+    given a policy gets a memory of images as further negatives, as d-simclr has. oracle is a control for measuring
+    only: it sees the labels and keeps the classes in memory balanced."""
     score: str = "gaussian:0.1"
     """Collision score of the duel policy: linear, quadratic, gaussian:TAU, exponential:TAU, or a mix A+B."""
     admit: Literal["always", "compete"] = "always"
     """always: every newcomer takes a slot. compete: a newcomer may be the duplicate and be turned away."""
     at_once: bool = False
     """The duel policy evicts the most duplicated slots of a whole batch in one go: cheaper, not the same result."""
+    space: Literal["projection", "backbone"] = "projection"
+    """What the policy compares: projection (the embedding, the paper's), or backbone: the backbone's feature less a
+    centre, at unit length. The centre is the mean feature of the memory, taken when it has just been filled and again
+    whenever all slots have had their turn to be refreshed (without refresh: to be replaced), frozen in between."""
     max_age: int | None = None
     """Items leave the memory after this many steps at the latest; None: never for that reason."""
     refresh: int = 0
-    """Slots re-encoded after each step, stalest first; memory_size re-encodes all."""
+    """Slots re-encoded after each step, stalest first; memory_size re-encodes all. 0: none, but all of them for a
+    stream-first simclr memory, whose slots are images."""
+    memory_negatives: bool = False
+    """With source memory, simclr's negatives are the other slots too, not the batch alone (an anchor's own masked)."""
+    memory_view: Literal["auto", "clean", "augmented"] = "auto"
+    """View by which residents and newcomers are encoded, always alike: clean, or a random augmentation. auto: clean
+    for memories of images, augmented (the step's own embeddings) for memories of embeddings."""
+    reuse_newcomers: bool = False
+    """Memories of images, source stream: take the newcomers' embeddings from the training pass (older encoder,
+    augmented view; residents are then augmented too) instead of encoding them again. Cheaper, not the literal form."""
+    memory_images: Literal["auto", "device", "host"] = field(default="auto", metadata=_FREE)
+    """Where a memory keeps its images: device (auto), or host: limited by the host's memory, embeddings stay on the
+    device; the step then waits for the host and is not recorded as a CUDA graph."""
 
     # Optimization ------------------------------------------------------------------------------------------
     optimizer: OptimizerName = "sgd"
@@ -163,44 +183,7 @@ class TrainConfig:
     """Also log to this Weights & Biases project (needs wandb)."""
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            choices = _CHOICES.get(f.name)
-            if choices and getattr(self, f.name) not in choices:
-                raise UserError(suggest(f.name, getattr(self, f.name), choices))
-        for name in ("batch_size", "dwell", "dim", "memory_size", "log_every", "checkpoint_every", "keep"):
-            _at_least(self, name, 1)
-        for name in ("steps", "image_size", "hidden", "batchnorm_groups", "predictor_hidden", "max_age"):
-            if getattr(self, name) is not None:
-                _at_least(self, name, 1)
-        for name in ("seed", "warmup", "refresh", "knn_every", "weight_decay", "bias_class"):
-            _at_least(self, name, 0)
-        for name in ("epochs", "lr", "temperature", "clip"):
-            if getattr(self, name) is not None:
-                _positive(self, name)
-        _at_least(self, "bias", 1)
-        for name in ("momentum", "key_momentum", "lr_end"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise UserError(f"{name} must lie in [0, 1], got {value}")
-        if (self.bias_kind == "weights") != bool(self.weights):
-            raise UserError(
-                f"bias_kind {self.bias_kind!r} with weights {self.weights}: "
-                "bias_kind weights needs weights, one per class, and no other kind takes them"
-            )
-        if any(w < 0 or not math.isfinite(w) for w in self.weights) or (self.weights and not any(self.weights)):
-            raise UserError(f"weights must be >= 0 and not all zero, got {self.weights}")
-        if self.has_memory and self.refresh > self.memory_size:
-            raise UserError(f"refresh must be at most memory_size = {self.memory_size}, got {self.refresh}")
-        if not self.has_memory and (self.refresh or self.policy):
-            raise UserError(
-                f"method {self.method!r} keeps no memory, so policy and refresh do nothing; "
-                "leave them out, use --source memory, or a method with a memory (moco, d-moco, d-simclr)"
-            )
-        if self.source == "memory" and self.batch_size > self.memory_size:
-            raise UserError(
-                f"batch_size {self.batch_size} exceeds memory_size {self.memory_size}: with source memory "
-                "a batch is drawn from the memory without replacement; enlarge memory_size or shrink batch_size"
-            )
+        check(self)
 
     # What the fields imply ---------------------------------------------------------------------------------
     @property
@@ -219,9 +202,23 @@ class TrainConfig:
         return self.source == "memory" or self.negatives_from_memory
 
     @property
+    def stream_items(self) -> int:
+        """Items taken from the stream per step."""
+        return self.stream_batch or self.batch_size
+
+    @property
     def negatives_from_memory(self) -> bool:
-        """Whether the loss takes negatives from the memory; memory-first SimCLR has the batch as its negatives."""
-        return self.base_method == "moco" or (self.method == "d-simclr" and self.source == "stream")
+        """Whether the loss takes negatives from the memory; memory-first SimCLR does only if asked to."""
+        if self.base_method != "simclr":
+            return self.base_method == "moco"
+        return self.memory_negatives if self.source == "memory" else self._simclr_memory
+
+    @property
+    def _simclr_memory(self) -> bool:
+        """A stream-first SimCLR with a memory of images."""
+        return self.source == "stream" and (
+            self.method == "d-simclr" or (self.method == "simclr" and self.policy is not None)
+        )
 
     @property
     def memory_policy(self) -> str:
@@ -229,15 +226,25 @@ class TrainConfig:
 
     @property
     def refreshed_slots(self) -> int:
-        """Slots re-encoded per step. A stream-first D-SimCLR memory is re-encoded whole, as in the paper."""
-        if self.method == "d-simclr" and self.source == "stream" and not self.refresh:
-            return self.memory_size
-        return self.refresh
+        """Slots re-encoded per step. A stream-first SimCLR memory is re-encoded whole, as in the paper."""
+        return self.memory_size if self._simclr_memory and not self.refresh else self.refresh
 
     @property
     def memory_holds_images(self) -> bool:
         """Whether slots keep their image, to be drawn as a training batch or to be encoded again."""
         return self.has_memory and (self.source == "memory" or self.refreshed_slots > 0)
+
+    @property
+    def memory_augmented(self) -> bool:
+        """Whether residents and newcomers are encoded by an augmented view."""
+        if self.memory_view != "auto":
+            return self.memory_view == "augmented"
+        return self.reuse_newcomers or not self.memory_holds_images
+
+    @property
+    def newcomers_from_training(self) -> bool:
+        """Whether the newcomers' embeddings are those of the training pass."""
+        return self.memory_augmented and (self.reuse_newcomers or not self.memory_holds_images)
 
     @property
     def run_dir(self) -> str:
@@ -282,29 +289,3 @@ _METHOD_SETTINGS = (
     "key_batchnorm",
     "predictor_hidden",
 )
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "method": get_args(MethodName),
-    "optimizer": get_args(OptimizerName),
-    "source": ("stream", "memory"),
-    "residency": ("auto", "device", "stream"),
-    "bias_kind": ("dominant", "longtail", "weights"),
-    "bias_mode": ("draw", "subset"),
-    "stem": ("auto", "small", "full"),
-    "projection": ("linear", "mlp"),
-    "projection_norm": ("none", "hidden", "all"),
-    "admit": ("always", "compete"),
-    "precision": ("auto", "fp32", "bf16"),
-}
-
-
-def _at_least(config: TrainConfig, name: str, least: float) -> None:
-    value = getattr(config, name)
-    if not (math.isfinite(value) and value >= least):
-        raise UserError(f"{name} must be >= {least:g}, got {value}")
-
-
-def _positive(config: TrainConfig, name: str) -> None:
-    value = getattr(config, name)
-    if not (math.isfinite(value) and value > 0):
-        raise UserError(f"{name} must be > 0, got {value}")

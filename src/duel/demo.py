@@ -41,9 +41,7 @@ class Row:
 
 def configs(*, out: Path, steps: int, bias: float, seed: int) -> dict[str, TrainConfig]:
     """Three runs that differ in the stream's bias and in who leaves the memory, and in nothing else."""
-    recipe = recipes.demo()
-    # Half the slots re-encoded per step: an embedding from an older encoder looks distinct merely by its age.
-    base = dataclasses.replace(recipe, source="memory", refresh=recipe.memory_size // 2, steps=steps, seed=seed)
+    base = dataclasses.replace(recipes.demo(source="memory"), steps=steps, seed=seed)
     kinds = {
         "balanced": ("balanced stream", 1.0, "fifo"),
         "fifo": (f"×{bias:g}, FIFO memory", bias, "fifo"),

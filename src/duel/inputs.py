@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads. Labels stay here, for measuring and for making the bias; no method or policy sees them."""
+    """What a run reads. Labels are for measuring and for making the bias; no method sees them, nor any policy but the
+    oracle, which is a control."""
 
     train: Source
     test: Source | None
@@ -62,13 +63,14 @@ class Inputs:
         return len(self.train) if self.ids is None else len(self.ids)
 
     def steps(self, config: TrainConfig) -> int:
-        """Length of training in steps; an epoch shows as many items as there are, also where they are drawn."""
-        return config.steps or max(1, round(config.epochs * self.items / config.batch_size))
+        """Length of training in steps; in an epoch the stream brings as many items as there are, also where they are
+        drawn."""
+        return config.steps or max(1, round(config.epochs * self.items / config.stream_items))
 
     def stream(self, config: TrainConfig, device: torch.device) -> Stream:
         return Stream(
             self.train,
-            batch_size=config.batch_size,
+            batch_size=config.stream_items,
             device=device,
             seed=config.seed,
             ids=self.ids,
@@ -94,7 +96,7 @@ class Inputs:
             labels=labels,
             classes=len(self.train.classes),
             stream_largest=largest,
-            per_update=config.batch_size,
+            per_update=config.stream_items,
         )
 
     def save_subset(self, run: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from duel import policies
 from duel.checks import PayloadSpec, acceptable_rows, check_payload, check_rows
@@ -13,23 +14,16 @@ from duel.errors import UserError
 from duel.hashing import uniform
 from duel.replacement import expected_duplicates
 from duel.replacement.units import widened
-from duel.slots import first_newcomer, last_newcomer, turns
+from duel.slots import turns
+from duel.storage import Evicted, Storage
+
+__all__ = ["Evicted", "WorkingMemory"]
 
 #: Sets the draws of `sample` apart from those of a policy with the same seed.
 SAMPLING = 0x5A3D
 
 
-class Evicted(NamedTuple):
-    """What left the memory in one update. Row b belongs to newcomer b and means something where `valid[b]`."""
-
-    valid: Tensor
-    """bool (B,): newcomer b took the place of an item that was in memory before this update."""
-    embeddings: Tensor
-    """(B, d)"""
-    payload: dict[str, Tensor]
-
-
-class WorkingMemory(nn.Module):
+class WorkingMemory(Storage):
     """K slots, each an embedding on the unit sphere plus whatever else is to be kept; a policy decides who leaves.
 
     Args:
@@ -39,6 +33,8 @@ class WorkingMemory(nn.Module):
         payload: what each slot keeps besides its embedding, as {name: (shape, dtype)}; for instance
             {"image": ((3, 32, 32), torch.uint8), "id": ((), torch.int64)}.
         policy_dim: a second vector per slot, of this dimension, for the policy to compare instead of the embedding.
+        host: names of payload to keep in host memory when the memory is moved to a GPU, so that its size is limited by
+            the host's. Results are the same; writing and reading it waits for the device and cannot be captured.
         normalize: bring given embeddings to unit length instead of refusing others.
         dtype: of the stored embeddings.
         seed: of `sample`.
@@ -48,13 +44,8 @@ class WorkingMemory(nn.Module):
     in `check` or `state_dict`. Once full, `update`, `refresh` and `sample` can be captured in a CUDA graph.
     """
 
-    _embeddings: Tensor
-    _compared: Tensor | None
-    _admitted_at: Tensor
-    _encoded_at: Tensor
-    _clock: Tensor
-    _rejected: Tensor
-    _draws: Tensor
+    arriving: dict[str, Tensor]
+    """The payload of the newcomers, rows as in `incoming`, while a policy's `choose` runs; empty otherwise."""
 
     def __init__(
         self,
@@ -64,29 +55,14 @@ class WorkingMemory(nn.Module):
         payload: PayloadSpec | None = None,
         *,
         policy_dim: int | None = None,
+        host: Iterable[str] = (),
         normalize: bool = False,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        for name, value in (("size", size), ("dim", dim), ("policy_dim", policy_dim)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise UserError(f"{name} must be a whole number >= 1, got {value!r}")
-        if not dtype.is_floating_point:
-            raise UserError(f"dtype must be a floating-point type, got {dtype}")
-        self.size, self.dim, self.policy_dim, self.normalize, self.seed = size, dim, policy_dim, normalize, seed
-        self.payload = dict(payload or {})
-        self.register_buffer("_embeddings", torch.zeros(size, dim, dtype=dtype))
-        self.register_buffer("_compared", None if policy_dim is None else torch.zeros(size, policy_dim, dtype=dtype))
-        for name, (shape, kind) in self.payload.items():
-            if not name.isidentifier() or name in ("self", "embeddings", "policy_embeddings", "evicted"):
-                raise UserError(f"payload name {name!r} cannot be used; take another plain name")
-            self.register_buffer(f"_payload_{name}", torch.zeros(size, *shape, dtype=kind))
-        for name in ("_admitted_at", "_encoded_at"):
-            self.register_buffer(name, torch.zeros(size, dtype=torch.int64))
-        for name in ("_clock", "_rejected", "_draws"):
-            self.register_buffer(name, torch.zeros((), dtype=torch.int64))
-        self._filled = 0  # on the host, so that no step asks the device whether the memory is full
+        super().__init__(size, dim, payload, policy_dim=policy_dim, dtype=dtype, host=host)
+        self.normalize, self.seed = normalize, seed
+        self.arriving = {}
         self.policy = policies.get(policy)
         self.policy.attach(self)
 
@@ -112,15 +88,6 @@ class WorkingMemory(nn.Module):
         """The vectors the policy compares: the second ones if there are any, the embeddings otherwise."""
         return (self._embeddings if self._compared is None else self._compared)[: self._filled]
 
-    def __getitem__(self, name: str) -> Tensor:
-        """The payload of the filled slots."""
-        if name not in self.payload:
-            raise UserError(f"this memory keeps no {name!r}; it keeps {', '.join(self.payload) or 'embeddings only'}")
-        return self._stored(name)[: self._filled]
-
-    def _stored(self, name: str) -> Tensor:
-        return self.get_buffer(f"_payload_{name}")
-
     @property
     def age(self) -> Tensor:
         """int64 (filled,): updates since the item was admitted."""
@@ -141,7 +108,7 @@ class WorkingMemory(nn.Module):
         if score is None and self.full and isinstance(self.policy, policies.Duel):
             return self.policy.carried(self).clone()
         if not self._filled:
-            return torch.zeros(0, dtype=torch.float64, device=self._embeddings.device)
+            return torch.zeros(0, dtype=torch.float64, device=self.device)
         return expected_duplicates(self.compared, score if score is not None else own or "linear")
 
     def negatives(self, exclude_ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -169,7 +136,7 @@ class WorkingMemory(nn.Module):
         With evicted=True returns (slots, Evicted): what left, copied before it was overwritten.
         """
         newcomers, compared, accepted = self._examine(embeddings, policy_embeddings)
-        check_payload(payload, self.payload, newcomers.shape[0], self._embeddings.device)
+        check_payload(payload, self.payload, newcomers.shape[0], self.device, anywhere=self.host)
         self.policy.ready(self)
         self._clock += 1
         count = newcomers.shape[0]
@@ -192,7 +159,11 @@ class WorkingMemory(nn.Module):
             part = slice(filling, None)
             # making room for age overwrites embeddings before the rest is chosen: keep what must be handed out
             residents = self._embeddings.clone() if gone and self.policy.max_age is not None else self._embeddings
-            chosen = self._choose(compared[part], None if accepted is None else accepted[part])
+            self.arriving = {k: v[part] for k, v in payload.items()}
+            try:
+                chosen = self._choose(compared[part], None if accepted is None else accepted[part])
+            finally:
+                self.arriving = {}
             if gone is not None:
                 self._note_evicted(gone, residents, chosen, filling, before)
             self._write(chosen, newcomers[part], compared[part], {k: v[part] for k, v in payload.items()})
@@ -200,8 +171,10 @@ class WorkingMemory(nn.Module):
         return (slots, gone) if evicted else slots
 
     @torch.no_grad()
-    def refresh(self, slots: Tensor, embeddings: Tensor, *, policy_embeddings: Tensor | None = None) -> None:
-        """Give distinct slots (n,) new embeddings (n, d) of the items they hold."""
+    def refresh(
+        self, slots: Tensor, embeddings: Tensor, *, policy_embeddings: Tensor | None = None, **payload: Tensor
+    ) -> None:
+        """Give distinct slots (n,) new embeddings (n, d) of the items they hold, and new payload where it is given."""
         if slots.dim() != 1 or slots.dtype != torch.int64 or slots.shape[0] != embeddings.shape[0]:
             raise UserError(f"slots must be int64 ({embeddings.shape[0]},), got {slots.dtype} {tuple(slots.shape)}")
         if slots.device.type == "cpu" and slots.numel():
@@ -209,6 +182,8 @@ class WorkingMemory(nn.Module):
                 raise UserError(f"slots must be between 0 and {self._filled - 1}, the filled ones")
             if bool((slots.bincount(minlength=1) > 1).any()):
                 raise UserError("slots must differ from each other, got some twice")
+        wanted = {name: spec for name, spec in self.payload.items() if name in payload}
+        check_payload(payload, wanted, slots.shape[0], self.device, anywhere=self.host)
         fresh, compared, accepted = self._examine(embeddings, policy_embeddings)
         old = self.compared[slots]
         target = self._embeddings if self._compared is None else self._compared
@@ -218,11 +193,25 @@ class WorkingMemory(nn.Module):
         self._embeddings.index_copy_(0, slots, fresh)
         if target is not self._embeddings:
             target.index_copy_(0, slots, compared)
-        now = self._clock.expand(slots.shape)
-        self._encoded_at.index_copy_(
-            0, slots, now if accepted is None else torch.where(accepted, now, self._encoded_at[slots])
-        )
+        for name, values in payload.items():
+            self._put(self._stored(name), slots, values, accepted)
+        self._put(self._encoded_at, slots, self._clock.expand(slots.shape), accepted)
         self.policy.refreshed(self, slots, old)
+
+    @torch.no_grad()
+    def compare_by(self, vectors: Tensor) -> None:
+        """Give the policy other vectors (filled, policy_dim) of the same items to compare, as when its space changes.
+
+        What is held, its age and its staleness stay as they are.
+        """
+        if self._compared is None:
+            raise UserError("compare_by is for a memory with a second vector per slot: build it with policy_dim")
+        if vectors.shape[0] != self._filled:
+            raise UserError(f"vectors must have a row for each of the {self._filled} filled slots, got {len(vectors)}")
+        check_rows(vectors, "vectors", self._compared.shape[1], self.device)
+        old = self.compared.clone()
+        self.compared.copy_(widened(vectors.detach(), self._compared.dtype))
+        self.policy.refreshed(self, torch.arange(self._filled, device=self.device), old)
 
     def learn(self) -> None:
         """Let the policy learn (the paper's UpdatePolicy); once per training step."""
@@ -276,34 +265,12 @@ class WorkingMemory(nn.Module):
         forced[:count] = torch.where(overdue, distinct, -1)
         return forced
 
-    def _write(self, slots: Tensor, embeddings: Tensor, compared: Tensor, payload: dict[str, Tensor]) -> None:
-        """Newcomers into their slots; where a slot is named twice the later newcomer stays; -1 goes nowhere.
-
-        Every row named for a slot writes the same final value, so the order of the writes does not matter.
-        """
-        at = slots.clamp(min=0)
-        winner = last_newcomer(slots, self.size)[at]
-        wins, winner = winner >= 0, winner.clamp(min=0)
-
-        def store(target: Tensor, values: Tensor) -> None:
-            mask = wins.reshape(-1, *[1] * (values.dim() - 1))
-            target.index_copy_(0, at, torch.where(mask, values[winner].to(target.dtype), target[at]))
-
-        store(self._embeddings, embeddings)
-        if self._compared is not None:
-            store(self._compared, compared)
-        for name, values in payload.items():
-            store(self._stored(name), values)
-        now = self._clock.expand(slots.shape)
-        store(self._admitted_at, now)
-        store(self._encoded_at, now)
-
     def _fill_with(
         self, keep: Tensor, embeddings: Tensor, compared: Tensor, payload: dict[str, Tensor], count: int, evicted: bool
     ) -> Any:
         """While filling on a GPU: only the acceptable rows, so that no slot is left empty."""
         self._clock -= 1  # the call below counts this update
-        rest = {name: values[keep] for name, values in payload.items()}
+        rest = {name: values[keep.to(values.device)] for name, values in payload.items()}
         second = compared[keep] if self._compared is not None else None
         slots = torch.full((count,), -1, dtype=torch.int64, device=embeddings.device)
         taken, gone = self.update(embeddings[keep], policy_embeddings=second, evicted=True, **rest)
@@ -314,26 +281,8 @@ class WorkingMemory(nn.Module):
         spread.valid[keep] = gone.valid
         spread.embeddings[keep] = gone.embeddings
         for name, values in gone.payload.items():
-            spread.payload[name][keep] = values
+            spread.payload[name][keep.to(values.device)] = values
         return slots, spread
-
-    def _empty_evicted(self, count: int) -> Evicted:
-        device = self._embeddings.device
-        return Evicted(
-            torch.zeros(count, dtype=torch.bool, device=device),
-            torch.zeros(count, self.dim, dtype=self._embeddings.dtype, device=device),
-            {k: torch.zeros(count, *s, dtype=t, device=device) for k, (s, t) in self.payload.items()},
-        )
-
-    def _note_evicted(self, gone: Evicted, residents: Tensor, slots: Tensor, filling: int, before: int) -> None:
-        """Copy what the chosen slots hold now; only the first newcomer to take a slot displaces an earlier resident."""
-        at, order = slots.clamp(min=0), torch.arange(slots.shape[0], device=slots.device)
-        first = first_newcomer(slots, self.size)
-        # items that filled their slot in this same update were not in memory before it
-        gone.valid[filling:] = (slots >= 0) & (first[at] == order) & ((at < before) | (before == self.size))
-        gone.embeddings[filling:] = residents[at]
-        for name, values in gone.payload.items():
-            values[filling:] = self._stored(name)[at]
 
     # ---------------------------------------------------------------- what is refused
 
@@ -346,7 +295,7 @@ class WorkingMemory(nn.Module):
         names = (("embeddings", self.dim), ("policy_embeddings", self.policy_dim or 0))
         accepted: Tensor | None = None
         for vectors, (name, dim) in zip(rows, names, strict=False):
-            check_rows(vectors, name, dim, self._embeddings.device)
+            check_rows(vectors, name, dim, self.device)
             if vectors.device.type != "cpu":
                 good = acceptable_rows(vectors)
                 accepted = good if accepted is None else accepted & good
@@ -381,32 +330,11 @@ class WorkingMemory(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Refuses a state of another memory before anything is changed, also where the memory is part of a model."""
-        self._check_state({k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)})
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
-
-    def _check_state(self, given: dict[str, Any]) -> None:
-        mine: dict[str, Tensor | None] = {}
-        for where, module in self.named_modules(prefix=""):
-            dotted = f"{where}." if where else ""
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    mine[dotted + name] = buffer
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                mine[f"{dotted}_extra_state"] = None
-        if mine.keys() != given.keys():
-            odd = ", ".join(sorted(mine.keys() ^ given.keys()))
-            raise UserError(f"state_dict is of another kind of memory; keys that only one of them has: {odd}")
-        for name, buffer in mine.items():
-            if buffer is not None and given[name].shape != buffer.shape:
-                raise UserError(
-                    f"state_dict is of another memory: {name.lstrip('_')} has shape {tuple(given[name].shape)}, "
-                    f"this one {tuple(buffer.shape)}"
-                )
-        extra = given["_extra_state"]
-        if not isinstance(extra, dict) or not 0 <= extra.get("filled", -1) <= self.size or "seed" not in extra:
-            raise UserError(f"state_dict is damaged: it says {extra!r} of a memory of {self.size} slots")
+        given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        self._check_state(given)
         if "policy._extra_state" in given:
             self.policy.check_state(given["policy._extra_state"])
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"size={self.size}, dim={self.dim}, filled={self._filled}, payload={sorted(self.payload)}"

@@ -20,14 +20,15 @@ from .encoders import Encoder, encoder
 from .errors import UserError
 from .graph import Graph
 from .inputs import Inputs
-from .methods import Method, build, settings_of
+from .methods import Method, StepOutput, build, settings_of
+from .methods.base import Encoded
 from .optimizers import Schedule, build_optimizer
+from .upkeep import Upkeep, build_memory
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
     from .memory import WorkingMemory
-    from .policies import Policy
 
 #: From so many steps on, what compiling saves on a GPU is more than the half minute that it takes.
 WORTH_COMPILING = 15_000
@@ -45,6 +46,7 @@ class TrainingStep:
         steps: length of the whole training.
         done: finished steps.
         images_encoded: views that went through an encoder, momentum copies included.
+        why_eager: why the step is not recorded as a CUDA graph although it was to be, if so.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class TrainingStep:
         self.generator = torch.Generator(device).manual_seed(config.seed)
         self.augment = Augment(config.augment, mean=mean, std=std, image_size=image_shape[-1]).to(device)
         self.clean = Augment("none", mean=mean, std=std, image_size=image_shape[-1]).to(device)
-        self.memory = build_memory(config, image_shape, device)
-        self.method = build_method(config, build_encoder(config, image_shape), self.memory)
+        encoder = build_encoder(config, image_shape)
+        self.memory = build_memory(config, inputs, encoder.feature_dim, device)
+        self.upkeep = None if self.memory is None else Upkeep(config, self.memory, self.encode)
+        self.method = build_method(config, encoder, self.memory)
         self.method.to(device).to(memory_format=self.layout)
         self.schedule = Schedule(
             peak=config.lr, steps=self.steps, warmup=config.warmup, end=config.lr_end, device=device
@@ -80,21 +84,29 @@ class TrainingStep:
         compiled = worth_compiling(self.steps, device) if config.compile is None else config.compile
         for part in self.method.modules():
             if isinstance(part, Encoder):
-                part.register_forward_hook(self._count_images)
+                # every pass ends there; the backbone may be compiled, which a count on the host would disturb
+                part.projection.register_forward_hook(self._count_images)
                 if compiled:
                     part.backbone.compile(dynamic=False)  # batches come in two or three sizes
         self._forward, self._optimizer = fabric.setup(self.method, self.optimizer)
 
-        self.images = torch.zeros(config.batch_size, *image_shape, dtype=torch.uint8, device=device)
-        self.ids = torch.zeros(config.batch_size, dtype=torch.int64, device=device)
-        self.anchor_ids = torch.zeros_like(self.ids)  # of the last batch trained on; the stream's, or drawn from memory
+        self.images = torch.zeros(config.stream_items, *image_shape, dtype=torch.uint8, device=device)
+        self.ids = torch.zeros(config.stream_items, dtype=torch.int64, device=device)
+        # of the last batch trained on: the stream's, or drawn from the memory
+        self.anchor_ids = torch.zeros(config.batch_size, dtype=torch.int64, device=device)
         self.done = 0  # finished steps, as the host counts them
         self._count = torch.zeros(1, dtype=torch.int64, device=device)  # the same on the device
         self._loss_sum = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
         self._loss_steps = 0
         self._bad_step = torch.full((1,), -1, dtype=torch.int64, device=device)  # first step with a non-finite loss
-        self.graph = Graph(self.compute, device, self.generator) if config.graph and device.type == "cuda" else None
+        record, on_host = config.graph and device.type == "cuda", config.memory_images == "host"
+        self.graph = Graph(self.compute, device, self.generator) if record and not on_host else None
+        self._why_eager = "the memory's images are on the host (memory_images host)" if record and on_host else None
         self._encoded_per_step = 0
+
+    @property
+    def why_eager(self) -> str | None:
+        return self._why_eager if self.graph is None else self.graph.why_not
 
     def __call__(self) -> None:
         self.stream.next(out=(self.images, self.ids))
@@ -106,10 +118,10 @@ class TrainingStep:
                 self.images_encoded += self._encoded_per_step  # the hooks that count do not run in a replay
             else:
                 self._encoded_per_step = self.images_encoded - before
-        if self.memory is not None:
-            self.memory.learn()  # counts on the host, so not part of what is recorded
         self._loss_steps += 1
         self.done += 1
+        if self.upkeep is not None:
+            self.upkeep.after_step(self.done)
 
     def compute(self) -> None:
         """The step proper, from the batch that the stream has put into `images` and `ids`."""
@@ -119,8 +131,8 @@ class TrainingStep:
             views = self.augment.views(images, 2, self.generator)
             first, second = (view.contiguous(memory_format=self.layout) for view in views)
         self._optimizer.zero_grad(set_to_none=True)
-        loss, embeddings = self._forward(first, second, ids)
-        self.fabric.backward(loss)
+        output: StepOutput = self._forward(first, second, ids)
+        self.fabric.backward(output.loss)
         if self.config.clip is not None:
             # error_if_nonfinite would read the norm on the host
             self.fabric.clip_gradients(
@@ -129,39 +141,23 @@ class TrainingStep:
         self.schedule.set(self._count)
         self._optimizer.step()
         self.method.after_step(self._count[0] / self.steps)
-        self._record(loss.detach())  # before the memory, which may refuse what a diverged encoder gives
-        self._update_memory(embeddings)
+        self._record(output.loss.detach())  # before the memory, which may refuse what a diverged encoder gives
+        if self.upkeep is not None:
+            self.upkeep.update(self.images, self.ids, output)
 
     def _sample(self) -> tuple[Tensor, Tensor]:
         """Images uint8 (b, c, h, w) and ids int64 (b,) to train on: the stream's, or drawn from the memory."""
-        if self.memory is not None and self.config.source == "memory":
-            slots = self.memory.sample(self.config.batch_size)
-            return self.memory["image"][slots], self.memory["id"][slots]
+        if self.upkeep is not None and self.config.source == "memory":
+            return self.upkeep.draw(self.config.batch_size)
         return self.images, self.ids
 
-    def _update_memory(self, embeddings: Tensor) -> None:
-        """Offer the stream's batch to the memory, after the optimizer (Algorithm 2).
-
-        Residents and newcomers are encoded alike: both clean where the memory holds images, both augmented (the
-        step's own `embeddings`) where it holds embeddings only.
-        """
-        if self.memory is None:
-            return
-        if self.config.memory_holds_images:
-            count = self.config.refreshed_slots
-            if count:
-                slots = self.memory.stalest(count)
-                self.memory.refresh(slots, self.embed(self.memory["image"][slots]))
-            self.memory.update(self.embed(self.images), id=self.ids, image=self.images)
-        else:
-            self.memory.update(embeddings, id=self.ids)
-
     @torch.no_grad()
-    def embed(self, images: Tensor) -> Tensor:
-        """Clean embeddings of uint8 images (b, c, h, w): (b, d), unit rows, float32."""
-        clean = self.clean(images).contiguous(memory_format=self.layout)
+    def encode(self, images: Tensor) -> Encoded:
+        """Unit embeddings (b, d) and features (b, f), float32, of uint8 images (b, c, h, w) for the memory."""
+        view = self.augment(images, self.generator) if self.config.memory_augmented else self.clean(images)
         with self.fabric.autocast():
-            return self.method.embed(clean).float()
+            found = self.method.embed_with_features(view.contiguous(memory_format=self.layout))
+        return Encoded(*(part.float() for part in found))
 
     @torch.no_grad()
     def _record(self, loss: Tensor) -> None:
@@ -174,18 +170,8 @@ class TrainingStep:
         self.images_encoded += len(args[0])
 
     def fill_memory(self) -> None:
-        """Fill every slot with a real item before the first step: random vectors would never look like duplicates."""
-        while self.memory is not None and len(self.memory) < self.memory.size:
-            images, ids = self.stream.next()
-            room = self.memory.size - len(self.memory)
-            images, ids = images[:room], ids[:room]
-            if self.config.memory_holds_images:
-                self.memory.update(self.embed(images), id=ids, image=images)
-            else:  # the memory will hold embeddings of augmented views, so it starts with such
-                with torch.no_grad(), self.fabric.autocast():
-                    view = self.augment(images, self.generator).contiguous(memory_format=self.layout)
-                    embeddings = self.method.embed(view).float()
-                self.memory.update(embeddings, id=ids)
+        if self.upkeep is not None:
+            self.upkeep.fill(self.stream)
 
     def read_loss(self) -> tuple[float, int | None]:
         """Mean loss since the last call, and the first step (from 0) whose loss was not finite, or None. Waits."""
@@ -217,7 +203,7 @@ class TrainingStep:
             "images_encoded": self.images_encoded,
             "method": self.method.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "memory": None if self.memory is None else self.memory.state_dict(),
+            **({"memory": None} if self.upkeep is None else self.upkeep.state_dict()),
             "stream": self.stream.state_dict(),
             "generator": self.generator.get_state(),
             "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device) if cuda else None},
@@ -229,8 +215,8 @@ class TrainingStep:
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.lr  # loading put a copy in its place, which the schedule would not reach
-        if self.memory is not None:
-            self.memory.load_state_dict(state["memory"])
+        if self.upkeep is not None:
+            self.upkeep.load_state_dict(state)
         self.stream.load_state_dict(state["stream"])
         self.generator.set_state(state["generator"].cpu())
         torch.set_rng_state(state["rng"]["cpu"].cpu())
@@ -265,31 +251,3 @@ def build_method(config: TrainConfig, encoder: Encoder, memory: WorkingMemory | 
         setting = {"momentum": "key_momentum"}.get(unknown[0], unknown[0])
         raise UserError(f"{setting} was given, but {name} has no such setting; leave it out")
     return build(name, encoder, memory=memory if config.negatives_from_memory else None, **given)
-
-
-def build_memory(config: TrainConfig, image_shape: tuple[int, int, int], device: torch.device) -> WorkingMemory | None:
-    if not config.has_memory:
-        return None
-    from .memory import WorkingMemory
-
-    payload: dict[str, Any] = {"id": ((), torch.int64)}
-    if config.memory_holds_images:
-        payload["image"] = (image_shape, torch.uint8)
-    policy = build_policy(config)
-    return WorkingMemory(config.memory_size, config.dim, policy, payload, seed=config.seed).to(device)
-
-
-def build_policy(config: TrainConfig) -> Policy:
-    from . import policies
-
-    name, max_age = config.memory_policy, config.max_age
-    if name not in policies.POLICIES:
-        return policies.get(name)  # says which there are
-    given: dict[str, Any] = {"max_age": max_age}
-    if name == "duel":
-        given |= {"score": config.score, "admit": config.admit, "at_once": config.at_once}
-    elif name == "adaptive":
-        given |= {"admit": config.admit}
-    elif name in ("random", "reservoir"):
-        given |= {"seed": config.seed}
-    return policies.POLICIES[name](**given)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
 from . import checkpoint, runs
@@ -18,7 +17,8 @@ from .errors import UserError
 from .evaluation.settings import EvaluationSettings
 from .inputs import load_split
 from .machine import resolve_device
-from .step import build_encoder, build_memory
+from .step import build_encoder
+from .storage import held_ids
 
 if TYPE_CHECKING:
     from .evaluation.progress import ProgressLike
@@ -59,9 +59,7 @@ def load_trained(run: str | os.PathLike[str]) -> Trained:
     prefix = "encoder."
     weights = state["training"]["method"]
     encoder.load_state_dict({k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)})
-    memory = build_memory(config, (channels, height, width), torch.device("cpu"))
-    if memory is not None:
-        memory.load_state_dict(state["training"]["memory"])
+    memory = state["training"]["memory"]
     return Trained(
         config=config,
         encoder=encoder.eval(),
@@ -69,7 +67,7 @@ def load_trained(run: str | os.PathLike[str]) -> Trained:
         std=tuple(state["std"]),
         step=int(state["training"]["step"]),
         path=path,
-        memory_ids=None if memory is None else memory["id"],
+        memory_ids=None if memory is None else held_ids(memory),
         problems=problems,
     )
 

@@ -87,7 +87,9 @@ def train(
 
 def _restore(step: TrainingStep, out: Path, console: Console) -> float:
     """Put the newest good checkpoint into `step`; returns the seconds spent before it."""
-    path, state, problems = checkpoint.load_latest(out / runs.CHECKPOINTS, map_location=step.device)
+    # images that are kept on the host may not fit on the device
+    where = "cpu" if step.config.memory_images == "host" else step.device
+    path, state, problems = checkpoint.load_latest(out / runs.CHECKPOINTS, map_location=where)
     for problem in problems:
         console.print(f"warning: {problem}; falling back to the one before it", soft_wrap=True, markup=False)
     if path is None:
@@ -158,9 +160,9 @@ class _Loop:
         return RunResult(self.out, step.done, finished, self.metrics, self.seconds)
 
     def _mention_graph(self, log: RunLog) -> None:
-        graph = self.step.graph
-        if graph is not None and graph.why_not is not None and not self._mentioned:
-            log.say(f"the step cannot be recorded as a CUDA graph and runs eagerly: {graph.why_not}")
+        why = self.step.why_eager
+        if why is not None and not self._mentioned:
+            log.say(f"the step cannot be recorded as a CUDA graph and runs eagerly: {why}")
             self._mentioned = True
 
     def _step(self) -> None:
@@ -185,7 +187,7 @@ class _Loop:
         self.metrics = {
             "loss": mean,
             "lr": step.lr_at(step.done - 1),
-            "epoch": step.done * self.config.batch_size / self.inputs.items,
+            "epoch": step.done * self.config.stream_items / self.inputs.items,
             "steps_per_s": steps / max(elapsed, 1e-9),
         }
         if self.instruments is not None:

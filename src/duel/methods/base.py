@@ -30,6 +30,20 @@ class StepOutput(NamedTuple):
 
     loss: Tensor  # scalar float32
     embeddings: Tensor  # (b, d) float32, unit rows, no gradient: what the memory is updated with
+    features: Tensor  # (b, f), no gradient: the backbone features these were projected from
+
+
+class Encoded(NamedTuple):
+    """Both ends of an encoder, from one pass."""
+
+    projections: Tensor  # (b, d), not normalised
+    features: Tensor  # (b, f), of the backbone
+
+
+def encode(encoder: Encoder, images: Tensor) -> Encoded:
+    """Projections and backbone features of images (b, c, h, w)."""
+    features = encoder.features(images)
+    return Encoded(encoder.projection(features), features)
 
 
 class Method(nn.Module, ABC):
@@ -74,14 +88,19 @@ class Method(nn.Module, ABC):
         return self.encoder
 
     @torch.no_grad()
-    def embed(self, images: Tensor) -> Tensor:
-        """Embeddings for the memory: (b, c, h, w) -> (b, d), unit rows.
+    def embed_with_features(self, images: Tensor) -> Encoded:
+        """For the memory: unit projections (b, d), and the backbone features (b, f) of images (b, c, h, w).
 
         BatchNorm uses its running statistics and leaves them alone, so that an item's embedding depends on the encoder
         and the item, not on its batch.
         """
         with evaluating(self.memory_encoder):
-            return unit(self.memory_encoder(images))
+            projections, features = encode(self.memory_encoder, images)
+        return Encoded(unit(projections), features)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Embeddings for the memory alone: (b, c, h, w) -> (b, d), unit rows."""
+        return self.embed_with_features(images).projections
 
     def trainable_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters the optimizer gets: momentum copies and frozen ones left out."""
@@ -101,13 +120,20 @@ class Method(nn.Module, ABC):
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
 
-    def _both(
-        self, network: Callable[[Tensor], Tensor], first: Tensor, second: Tensor, *, joint: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def _both(self, network: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """`network` of both views: in one pass if `joint`, otherwise each with BatchNorm statistics of its own."""
-        if joint or self.joint:
+        if self.joint:
             one, two = network(torch.cat([first, second])).chunk(2)
             return one, two
+        return network(first), network(second)
+
+    def _encode_both(
+        self, network: Callable[[Tensor], Encoded], first: Tensor, second: Tensor, *, joint: bool = False
+    ) -> tuple[Encoded, Encoded]:
+        """The same for an encoder."""
+        if joint or self.joint:
+            (z1, z2), (f1, f2) = (part.chunk(2) for part in network(torch.cat([first, second])))
+            return Encoded(z1, f1), Encoded(z2, f2)
         return network(first), network(second)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ..encoders import Encoder, mlp
 from ..losses import negative_cosine, unit
-from .base import Method, NegativeSource, StepOutput, check_range, cosine_rate, follow, momentum_copy
+from .base import Method, NegativeSource, StepOutput, check_range, cosine_rate, encode, follow, momentum_copy
 
 
 class BYOL(Method):
@@ -51,13 +53,13 @@ class BYOL(Method):
     def forward(self, view1: Tensor, view2: Tensor, ids: Tensor | None = None) -> StepOutput:
         if not self.symmetric:
             with torch.no_grad():
-                t2 = self.target(view2)
-            return StepOutput(negative_cosine(self.predictor(self.encoder(view1)), t2), unit(t2))
+                t2, features = encode(self.target, view2)
+            return StepOutput(negative_cosine(self.predictor(self.encoder(view1)), t2), unit(t2), features)
         z1, z2 = self._both(self.encoder, view1, view2)
         p1, p2 = self._both(self.predictor, z1, z2)
         with torch.no_grad():
-            t1, t2 = self._both(self.target, view1, view2)
-        return StepOutput(0.5 * (negative_cosine(p1, t2) + negative_cosine(p2, t1)), unit(t2))
+            (t1, _), (t2, features) = self._encode_both(partial(encode, self.target), view1, view2)
+        return StepOutput(0.5 * (negative_cosine(p1, t2) + negative_cosine(p2, t1)), unit(t2), features)
 
     def after_step(self, progress: Tensor | float) -> None:
         rate = cosine_rate(self.momentum, progress) if self.momentum_schedule else 1 - self.momentum

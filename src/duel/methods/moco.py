@@ -10,7 +10,7 @@ queries) but is not free of it.
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from ..encoders import Encoder
 from ..errors import UserError
 from ..losses import info_nce, unit
 from ..modes import evaluating
-from .base import Method, NegativeSource, StepOutput, check_range, follow, momentum_copy
+from .base import Encoded, Method, NegativeSource, StepOutput, check_range, encode, follow, momentum_copy
 
 
 class MoCo(Method):
@@ -90,32 +90,33 @@ class MoCo(Method):
         if not self.symmetric:
             query = self.encoder(view1)
             with torch.no_grad():
-                key = self._keys(view2)
-            return StepOutput(loss(query, key), unit(key))
+                key, features = self._keys(view2)
+            return StepOutput(loss(query, key), unit(key), features)
         q1, q2 = self._both(self.encoder, view1, view2)
         with torch.no_grad():
-            k1, k2 = self._both(self._keys, view1, view2, joint=self.running)  # running statistics mix nothing
+            # running statistics mix nothing, so both views can share a pass
+            (k1, _), (k2, features) = self._encode_both(self._keys, view1, view2, joint=self.running)
         # One key per item goes to the memory, so that a slot is an item.
-        return StepOutput(0.5 * (loss(q1, k2) + loss(q2, k1)), unit(k2))
+        return StepOutput(0.5 * (loss(q1, k2) + loss(q2, k1)), unit(k2), features)
 
     def after_step(self, progress: Tensor | float) -> None:
         follow(self.key_encoder, self.encoder, 1 - self.momentum, statistics=self.running)
 
-    def _keys(self, images: Tensor) -> Tensor:
-        """Keys of images (b, c, h, w): (b, d).
+    def _keys(self, images: Tensor) -> Encoded:
+        """Keys of images (b, c, h, w).
 
         Dealing like cards spreads each of the queries' groups evenly over the keys' groups. A fixed order will do:
         the batch itself comes in random order.
         """
         if self.running:
             with evaluating(self.key_encoder):
-                return cast(Tensor, self.key_encoder(images))
+                return encode(self.key_encoder, images)
         if self.groups == 1:
-            return cast(Tensor, self.key_encoder(images))
+            return encode(self.key_encoder, images)
         each = images.shape[0] // self.groups
         dealt = images.view(self.groups, each, *images.shape[1:]).transpose(0, 1).flatten(0, 1)
-        keys: Tensor = self.key_encoder(dealt)
-        return keys.view(each, self.groups, -1).transpose(0, 1).flatten(0, 1)
+        both = encode(self.key_encoder, dealt)
+        return Encoded(*(part.view(each, self.groups, -1).transpose(0, 1).flatten(0, 1) for part in both))
 
     def _negatives(self, ids: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.memory is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from ..encoders import Encoder
 from ..losses import nt_xent, unit
-from .base import Method, NegativeSource, StepOutput, check_range
+from .base import Method, NegativeSource, StepOutput, check_range, encode
 
 
 class SimCLR(Method):
@@ -25,7 +27,7 @@ class SimCLR(Method):
         self.temperature = temperature
 
     def forward(self, view1: Tensor, view2: Tensor, ids: Tensor | None = None) -> StepOutput:
-        z1, z2 = self._both(self.encoder, view1, view2)
+        (z1, features), (z2, _) = self._encode_both(partial(encode, self.encoder), view1, view2)
         negatives, blocked = (None, None) if self.memory is None else self.memory.negatives(exclude_ids=ids)
         loss = nt_xent(z1, z2, temperature=self.temperature, negatives=negatives, blocked=blocked, ids=ids)
-        return StepOutput(loss, unit(z1.detach()))
+        return StepOutput(loss, unit(z1.detach()), features.detach())

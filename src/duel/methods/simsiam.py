@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ..encoders import Encoder, mlp
 from ..losses import negative_cosine, unit
-from .base import Method, NegativeSource, StepOutput, check_range
+from .base import Method, NegativeSource, StepOutput, check_range, encode
 
 
 class SimSiam(Method):
@@ -36,10 +38,11 @@ class SimSiam(Method):
 
     def forward(self, view1: Tensor, view2: Tensor, ids: Tensor | None = None) -> StepOutput:
         if not self.symmetric:
-            z1 = self.encoder(view1)
+            z1, features = encode(self.encoder, view1)
             with torch.no_grad():
                 z2 = self.encoder(view2)
-            return StepOutput(negative_cosine(self.predictor(z1), z2), unit(z1.detach()))
-        z1, z2 = self._both(self.encoder, view1, view2)
+            return StepOutput(negative_cosine(self.predictor(z1), z2), unit(z1.detach()), features.detach())
+        (z1, features), (z2, _) = self._encode_both(partial(encode, self.encoder), view1, view2)
         p1, p2 = self._both(self.predictor, z1, z2)
-        return StepOutput(0.5 * (negative_cosine(p1, z2) + negative_cosine(p2, z1)), unit(z1.detach()))
+        loss = 0.5 * (negative_cosine(p1, z2) + negative_cosine(p2, z1))
+        return StepOutput(loss, unit(z1.detach()), features.detach())

@@ -14,6 +14,7 @@ A policy is a small module with three methods, of which only `choose` is require
 `choose` is asked only when the memory is full. It returns, for each newcomer in order, the slot it takes or -1. State
 goes into buffers (or `get_extra_state`), so that it is saved with the memory. On a GPU it must not read tensors on the
 host. A row of zeros stands for a newcomer that takes no part (it was not a unit vector, or has been placed already).
+`memory.arriving` has the newcomers' payload, by name and row for row, while `choose` runs.
 """
 
 from __future__ import annotations
@@ -24,11 +25,24 @@ from duel.errors import UserError, suggest
 from duel.policies.base import Policy, takes_part
 from duel.policies.duelling import AdaptiveDuel, Duel
 from duel.policies.minred import MinRed
+from duel.policies.oracle import Oracle
 from duel.policies.simple import Fifo, Random, Reservoir
 
-__all__ = ["POLICIES", "AdaptiveDuel", "Duel", "Fifo", "MinRed", "Policy", "Random", "Reservoir", "get", "takes_part"]
+__all__ = [
+    "POLICIES",
+    "AdaptiveDuel",
+    "Duel",
+    "Fifo",
+    "MinRed",
+    "Oracle",
+    "Policy",
+    "Random",
+    "Reservoir",
+    "get",
+    "takes_part",
+]
 
-#: Policies by name, with their defaults.
+#: Policies by name, with their defaults. The oracle is a control that sees the labels, for measuring only.
 POLICIES: dict[str, type[Policy]] = {
     "duel": Duel,
     "fifo": Fifo,
@@ -36,6 +50,7 @@ POLICIES: dict[str, type[Policy]] = {
     "random": Random,
     "minred": MinRed,
     "adaptive": AdaptiveDuel,
+    "oracle": Oracle,
 }
 
 

@@ -36,7 +36,11 @@ class Policy(nn.Module):
         self._owned = True
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
-        """int64 (B,): the slot each newcomer of incoming (B, d) takes, one by one and in order; -1 turns it away."""
+        """int64 (B,): the slot each newcomer of incoming (B, d) takes, one by one and in order; -1 turns it away.
+
+        `memory.arriving` is the newcomers' payload, {name: (B, ...)}, during this call only; `memory[name]` is the
+        residents', where an item that `max_age` has just let in still shows the payload of the one it replaces.
+        """
         raise TypeError(f"{type(self).__name__} must define choose(memory, incoming)")
 
     def ready(self, memory: WorkingMemory) -> None:

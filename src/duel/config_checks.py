@@ -1,0 +1,116 @@
+"""What a `TrainConfig` refuses: values out of range, and settings that contradict each other or would do nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+from .errors import UserError, suggest
+
+if TYPE_CHECKING:
+    from .config import TrainConfig
+
+# Settings that say nothing without a memory; given all the same, they are a mistake.
+_OF_THE_MEMORY = (
+    "policy",
+    "refresh",
+    "max_age",
+    "space",
+    "memory_negatives",
+    "memory_view",
+    "reuse_newcomers",
+    "memory_images",
+)
+
+
+def check(config: TrainConfig) -> None:
+    """Raise UserError with what was given, what is accepted and what to do."""
+    for name, choices in _choices(type(config)).items():
+        if getattr(config, name) not in choices:
+            raise UserError(suggest(name, getattr(config, name), choices))
+    for name in ("batch_size", "dwell", "dim", "memory_size", "log_every", "checkpoint_every", "keep"):
+        _at_least(config, name, 1)
+    optional = ("steps", "image_size", "hidden", "batchnorm_groups", "predictor_hidden", "max_age", "stream_batch")
+    for name in optional:
+        if getattr(config, name) is not None:
+            _at_least(config, name, 1)
+    for name in ("seed", "warmup", "refresh", "knn_every", "weight_decay", "bias_class"):
+        _at_least(config, name, 0)
+    for name in ("epochs", "lr", "temperature", "clip"):
+        if getattr(config, name) is not None:
+            _positive(config, name)
+    _at_least(config, "bias", 1)
+    for name in ("momentum", "key_momentum", "lr_end"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value <= 1:
+            raise UserError(f"{name} must lie in [0, 1], got {value}")
+    if (config.bias_kind == "weights") != bool(config.weights):
+        raise UserError(
+            f"bias_kind {config.bias_kind!r} with weights {config.weights}: "
+            "bias_kind weights needs weights, one per class, and no other kind takes them"
+        )
+    if any(w < 0 or not math.isfinite(w) for w in config.weights) or (config.weights and not any(config.weights)):
+        raise UserError(f"weights must be >= 0 and not all zero, got {config.weights}")
+    _check_memory(config)
+
+
+def _check_memory(config: TrainConfig) -> None:
+    """Settings of the memory that contradict each other or would do nothing."""
+    if not config.has_memory:
+        idle = [n for n in _OF_THE_MEMORY if getattr(config, n) != type(config).__dataclass_fields__[n].default]
+        if idle:
+            raise UserError(
+                f"method {config.method!r} keeps no memory, so {', '.join(idle)} would do nothing; leave that out, "
+                "use --source memory, a method with a memory (moco, d-moco, d-simclr), or --policy with simclr"
+            )
+    elif config.refresh > config.memory_size:
+        raise UserError(
+            f"refresh must be at most memory_size = {config.memory_size}, got {config.refresh}; lower --refresh"
+        )
+    if config.source == "stream" and config.stream_batch not in (None, config.batch_size):
+        raise UserError(
+            f"stream_batch {config.stream_batch} with batch_size {config.batch_size}: with source stream the stream's "
+            "batch is the training batch, so they must be equal; leave stream_batch out or use --source memory"
+        )
+    if config.memory_negatives and (config.base_method != "simclr" or config.source != "memory"):
+        raise UserError(
+            f"memory_negatives is for simclr and d-simclr with source memory, got {config.method!r} with source "
+            f"{config.source!r}: moco always has the memory's slots as negatives, and so has a stream-first d-simclr; "
+            "simsiam and byol have no negatives"
+        )
+    if config.reuse_newcomers and (config.source == "memory" or not config.memory_holds_images):
+        why = "batches are drawn from the memory" if config.source == "memory" else "the memory holds embeddings"
+        raise UserError(
+            f"reuse_newcomers is for stream-first memories of images, but here {why}"
+            f"{', which come from the training pass anyway' if config.source == 'stream' else ''}; leave it out"
+        )
+    if config.reuse_newcomers and config.memory_view == "clean":
+        raise UserError(
+            "reuse_newcomers takes augmented views from the training pass, so memory_view must be augmented or "
+            "auto, got 'clean': a newcomer would look distinct merely because it was augmented"
+        )
+    if config.memory_images == "host" and not config.memory_holds_images:
+        raise UserError("memory_images host: this memory holds embeddings only; leave it out, or set refresh")
+    if config.source == "memory" and config.batch_size > config.memory_size:
+        raise UserError(
+            f"batch_size {config.batch_size} exceeds memory_size {config.memory_size}: with source memory "
+            "a batch is drawn from the memory without replacement; enlarge memory_size or shrink batch_size"
+        )
+
+
+def _choices(kind: type) -> dict[str, tuple[Any, ...]]:
+    """The accepted values of every setting that is one of a few words."""
+    hints = get_type_hints(kind)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def _at_least(config: TrainConfig, name: str, least: float) -> None:
+    value = getattr(config, name)
+    if not (math.isfinite(value) and value >= least):
+        raise UserError(f"{name} must be >= {least:g}, got {value}")
+
+
+def _positive(config: TrainConfig, name: str) -> None:
+    value = getattr(config, name)
+    if not (math.isfinite(value) and value > 0):
+        raise UserError(f"{name} must be > 0, got {value}")

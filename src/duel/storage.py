@@ -1,0 +1,189 @@
+"""The tensors of a memory: where they live, how rows are written and read, what a saved state must look like.
+
+What comes in and who goes is `duel.memory`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from duel.checks import PayloadSpec
+from duel.errors import UserError
+from duel.slots import first_newcomer, last_newcomer
+
+
+class Evicted(NamedTuple):
+    """What left the memory in one update. Row b belongs to newcomer b and means something where `valid[b]`."""
+
+    valid: Tensor
+    """bool (B,): newcomer b took the place of an item that was in memory before this update."""
+    embeddings: Tensor
+    """(B, d)"""
+    payload: dict[str, Tensor]
+
+
+class Storage(nn.Module):
+    """K slots: an embedding each, a second vector if `policy_dim` is given, payload, and when it came and was encoded.
+
+    All of it is in `state_dict`. Payload named in `host` stays in host memory wherever the rest is moved.
+    """
+
+    _embeddings: Tensor
+    _compared: Tensor | None
+    _admitted_at: Tensor
+    _encoded_at: Tensor
+    _clock: Tensor
+    _rejected: Tensor
+    _draws: Tensor
+
+    def __init__(
+        self,
+        size: int,
+        dim: int,
+        payload: PayloadSpec | None,
+        *,
+        policy_dim: int | None,
+        dtype: torch.dtype,
+        host: Iterable[str],
+    ) -> None:
+        super().__init__()
+        for name, value in (("size", size), ("dim", dim), ("policy_dim", policy_dim)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UserError(f"{name} must be a whole number >= 1, got {value!r}")
+        if not dtype.is_floating_point:
+            raise UserError(f"dtype must be a floating-point type, got {dtype}")
+        self.size, self.dim, self.policy_dim = size, dim, policy_dim
+        self.payload, self.host = dict(payload or {}), frozenset(host)
+        if not self.host <= self.payload.keys():
+            raise UserError(f"host must name payload ({sorted(self.payload)}), got {sorted(self.host)}")
+        self.register_buffer("_embeddings", torch.zeros(size, dim, dtype=dtype))
+        self.register_buffer("_compared", None if policy_dim is None else torch.zeros(size, policy_dim, dtype=dtype))
+        for name, (shape, kind) in self.payload.items():
+            if not name.isidentifier() or name in ("self", "slots", "embeddings", "policy_embeddings", "evicted"):
+                raise UserError(f"payload name {name!r} cannot be used; take another plain name")
+            self.register_buffer(_buffer(name), torch.zeros(size, *shape, dtype=kind))
+        for name in ("_admitted_at", "_encoded_at"):
+            self.register_buffer(name, torch.zeros(size, dtype=torch.int64))
+        for name in ("_clock", "_rejected", "_draws"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.int64))
+        self._filled = 0  # on the host, so that no step asks the device whether the memory is full
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embeddings are."""
+        return self._embeddings.device
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The payload of the filled slots, where it is kept."""
+        if name not in self.payload:
+            raise UserError(f"this memory keeps no {name!r}; it keeps {', '.join(self.payload) or 'embeddings only'}")
+        return self._stored(name)[: self._filled]
+
+    def fetch(self, name: str, slots: Tensor) -> Tensor:
+        """The payload of some slots (n,), on the memory's device wherever it is kept."""
+        held = self[name]
+        rows = slots.to(held.device)  # waits for the device where the payload is on the host
+        if held.device == self.device:
+            return held[rows]
+        staged = torch.empty(len(rows), *held.shape[1:], dtype=held.dtype, pin_memory=self.device.type == "cuda")
+        return torch.index_select(held, 0, rows, out=staged).to(self.device, non_blocking=True)
+
+    def _stored(self, name: str) -> Tensor:
+        return self.get_buffer(_buffer(name))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves all but what stays on the host, which is taken out meanwhile: it may be too large for the device."""
+        kept = {_buffer(name): self._stored(name) for name in self.host}
+        self._buffers.update(dict.fromkeys(kept))
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._buffers.update(kept)
+        return self
+
+    # ---------------------------------------------------------------- writing
+
+    def _write(self, slots: Tensor, embeddings: Tensor, compared: Tensor, payload: dict[str, Tensor]) -> None:
+        """Newcomers into their slots; where a slot is named twice the later newcomer stays; -1 goes nowhere.
+
+        Every row named for a slot writes the same final value, so the order of the writes does not matter.
+        """
+        at = slots.clamp(min=0)
+        winner = last_newcomer(slots, self.size)[at]
+        wins, winner = winner >= 0, winner.clamp(min=0)
+
+        def store(target: Tensor, values: Tensor) -> None:
+            self._put(target, at, values.to(target.device)[winner.to(target.device)], wins)
+
+        store(self._embeddings, embeddings)
+        if self._compared is not None:
+            store(self._compared, compared)
+        for name, values in payload.items():
+            store(self._stored(name), values)
+        now = self._clock.expand(slots.shape)
+        store(self._admitted_at, now)
+        store(self._encoded_at, now)
+
+    @staticmethod
+    def _put(target: Tensor, slots: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        """target[slots] = values, only where mask is true; wherever the target is."""
+        slots, values = slots.to(target.device), values.to(target.device, target.dtype)
+        if mask is not None:
+            mask = mask.to(target.device).reshape(-1, *[1] * (values.dim() - 1))
+            values = torch.where(mask, values, target[slots])
+        target.index_copy_(0, slots, values)
+
+    def _empty_evicted(self, count: int) -> Evicted:
+        return Evicted(
+            torch.zeros(count, dtype=torch.bool, device=self.device),
+            torch.zeros(count, self.dim, dtype=self._embeddings.dtype, device=self.device),
+            {name: self._stored(name).new_zeros(count, *shape) for name, (shape, _) in self.payload.items()},
+        )
+
+    def _note_evicted(self, gone: Evicted, residents: Tensor, slots: Tensor, filling: int, before: int) -> None:
+        """Copy what the chosen slots hold now; only the first newcomer to take a slot displaces an earlier resident."""
+        at, order = slots.clamp(min=0), torch.arange(slots.shape[0], device=slots.device)
+        first = first_newcomer(slots, self.size)
+        # items that filled their slot in this same update were not in memory before it
+        gone.valid[filling:] = (slots >= 0) & (first[at] == order) & ((at < before) | (before == self.size))
+        gone.embeddings[filling:] = residents[at]
+        for name, values in gone.payload.items():
+            values[filling:] = self._stored(name)[at.to(values.device)]
+
+    # ---------------------------------------------------------------- state
+
+    def _check_state(self, given: dict[str, Any]) -> None:
+        mine: dict[str, Tensor | None] = {}
+        for where, module in self.named_modules(prefix=""):
+            dotted = f"{where}." if where else ""
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    mine[dotted + name] = buffer
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                mine[f"{dotted}_extra_state"] = None
+        if mine.keys() != given.keys():
+            odd = ", ".join(sorted(mine.keys() ^ given.keys()))
+            raise UserError(f"state_dict is of another kind of memory; keys that only one of them has: {odd}")
+        for name, buffer in mine.items():
+            if buffer is not None and given[name].shape != buffer.shape:
+                raise UserError(
+                    f"state_dict is of another memory: {name.lstrip('_')} has shape {tuple(given[name].shape)}, "
+                    f"this one {tuple(buffer.shape)}"
+                )
+        extra = given["_extra_state"]
+        if not isinstance(extra, dict) or not 0 <= extra.get("filled", -1) <= self.size or "seed" not in extra:
+            raise UserError(f"state_dict is damaged: it says {extra!r} of a memory of {self.size} slots")
+
+
+def held_ids(state: dict[str, Any]) -> Tensor:
+    """int64 (filled,): the ids in a memory's state_dict, without building that memory."""
+    ids: Tensor = state[_buffer("id")]
+    return ids[: state["_extra_state"]["filled"]]
+
+
+def _buffer(payload: str) -> str:
+    return f"_payload_{payload}"

@@ -1,0 +1,157 @@
+"""The memory's side of a training step: filling it, drawing from it, re-encoding it, offering it the stream's items.
+
+Residents and newcomers are always encoded alike, or a newcomer would look distinct merely by the view it came in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import policies
+from .config import TrainConfig
+from .data.stream import Stream
+from .errors import UserError
+from .inputs import Inputs
+from .memory import WorkingMemory
+from .methods import StepOutput
+from .methods.base import Encoded
+
+#: Payload that keeps the backbone features, so that they can be centred anew without being encoded again.
+FEATURE = "feature"
+
+
+class Upkeep:
+    """Keeps one memory as the config says. Between two calls of `recentre` nothing here waits for the device, unless
+    the images are on the host.
+
+    encode: uint8 images (b, c, h, w) -> unit embeddings (b, d) and backbone features (b, f), float32, in the view that
+    the config names.
+    """
+
+    def __init__(self, config: TrainConfig, memory: WorkingMemory, encode: Callable[[Tensor], Encoded]) -> None:
+        self.config, self.memory, self.encode = config, memory, encode
+        self.centre: Tensor | None = None
+        if memory.policy_dim is not None:
+            self.centre = torch.zeros(memory.policy_dim, device=memory.device)
+        # a full turn: every slot refreshed once, or, without refresh, as many newcomers as there are slots
+        self.recentre_every = -(-config.memory_size // (config.refreshed_slots or config.stream_items))
+
+    def fill(self, stream: Stream) -> None:
+        """Fill every slot with a real item before the first step: random vectors would never look like duplicates."""
+        memory = self.memory
+        while not memory.full:
+            images, ids = stream.next()
+            room = memory.size - len(memory)
+            images, ids = images[:room], ids[:room]
+            encoded = self.encode(images)
+            if self.centre is not None and len(ids) == room:
+                self.recentre(encoded.features)  # before the memory is full and the policy counts
+            self._offer(encoded, images, ids)
+
+    def draw(self, count: int) -> tuple[Tensor, Tensor]:
+        """Images uint8 (count, c, h, w) and ids int64 (count,) of different slots."""
+        slots = self.memory.sample(count)
+        return self.memory.fetch("image", slots), self.memory.fetch("id", slots)
+
+    def update(self, images: Tensor, ids: Tensor, trained: StepOutput) -> None:
+        """Re-encode some residents and offer the stream's items, after the optimizer's step (Algorithm 2).
+
+        trained: what the training pass gave, for where these very items were its batch.
+        """
+        count = self.config.refreshed_slots
+        if count:
+            slots = self.memory.stalest(count)
+            fresh = self.encode(self.memory.fetch("image", slots))
+            self.memory.refresh(slots, fresh.projections, **self._vectors(fresh))
+        if self.config.newcomers_from_training:
+            newcomers = Encoded(trained.embeddings, trained.features.float())
+        else:
+            newcomers = self.encode(images)
+        self._offer(newcomers, images, ids)
+
+    def after_step(self, done: int) -> None:
+        """What the host decides, so no part of a recorded step. done: steps finished so far."""
+        self.memory.learn()
+        if self.centre is not None and done % self.recentre_every == 0:
+            self.recentre()
+
+    @torch.no_grad()
+    def recentre(self, arriving: Tensor | None = None) -> None:
+        """Move the centre to the mean feature of what is held (and of what is about to be), and compare by it."""
+        if self.centre is None:
+            return
+        held = self.memory[FEATURE]
+        self.centre.copy_((held if arriving is None else torch.cat([held, arriving])).mean(0))
+        self.memory.compare_by(self._direction(held))
+
+    def _offer(self, encoded: Encoded, images: Tensor, ids: Tensor) -> None:
+        payload: dict[str, Any] = {"image": images} if self.config.memory_holds_images else {}
+        self.memory.update(encoded.projections, id=ids, **payload, **self._vectors(encoded))
+
+    def _vectors(self, encoded: Encoded) -> dict[str, Any]:
+        """What is kept besides the embedding where the policy compares backbone features."""
+        if self.centre is None:
+            return {}
+        return {"policy_embeddings": self._direction(encoded.features), FEATURE: encoded.features}
+
+    def _direction(self, features: Tensor) -> Tensor:
+        """Unit vectors from the centre to features (n, f); the first axis for a feature that is the centre."""
+        assert self.centre is not None
+        away = features - self.centre
+        length = torch.linalg.vector_norm(away, dim=1, keepdim=True)
+        axis = torch.zeros_like(away)
+        axis[:, 0].fill_(1.0)
+        return torch.where(length == 0, axis, away / length)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"memory": self.memory.state_dict(), "centre": self.centre}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory.load_state_dict(state["memory"])
+        if self.centre is not None:
+            self.centre.copy_(state["centre"])
+
+
+def build_memory(config: TrainConfig, inputs: Inputs, feature_dim: int, device: torch.device) -> WorkingMemory | None:
+    """The memory that the config asks for. Labels go no further than to the oracle."""
+    if not config.has_memory:
+        return None
+    payload: dict[str, Any] = {"id": ((), torch.int64)}
+    if config.memory_holds_images:
+        payload["image"] = (inputs.train.shape, torch.uint8)
+    policy_dim = None
+    if config.space == "backbone":
+        policy_dim = feature_dim
+        payload[FEATURE] = ((feature_dim,), torch.float32)
+    memory = WorkingMemory(
+        config.memory_size,
+        config.dim,
+        build_policy(config, inputs),
+        payload,
+        policy_dim=policy_dim,
+        host=("image",) if config.memory_images == "host" else (),
+        seed=config.seed,
+    )
+    return memory.to(device)
+
+
+def build_policy(config: TrainConfig, inputs: Inputs) -> policies.Policy:
+    name, max_age = config.memory_policy, config.max_age
+    if name not in policies.POLICIES:
+        return policies.get(name)  # says which there are
+    given: dict[str, Any] = {"max_age": max_age}
+    if name == "duel":
+        given |= {"score": config.score, "admit": config.admit, "at_once": config.at_once}
+    elif name == "adaptive":
+        given |= {"admit": config.admit}
+    elif name in ("random", "reservoir"):
+        given |= {"seed": config.seed}
+    elif name == "oracle":
+        if inputs.train.labels is None:
+            raise UserError(f"policy oracle sees the labels, but {config.data!r} has none; take another policy")
+        given |= {"labels": inputs.train.labels, "classes": len(inputs.train.classes)}
+    return policies.POLICIES[name](**given)

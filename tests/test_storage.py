@@ -1,0 +1,100 @@
+"""Where a memory keeps things: payload on the host, refreshed payload, another space for the policy, many images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import duel
+from duel import WorkingMemory
+from duel.errors import UserError
+from duel.policies import Duel
+from pools import isotropic
+from test_memory import PAYLOAD, POLICIES, items, offer
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_payload_on_the_host_gives_the_same_memory(name):
+    here = WorkingMemory(20, 8, POLICIES[name](), PAYLOAD)
+    there = WorkingMemory(20, 8, POLICIES[name](), PAYLOAD, host=("image",))
+    for step in range(6):
+        batch = items(9, step)
+        (slots, gone), (slots_there, gone_there) = (offer(memory, batch, evicted=True) for memory in (here, there))
+        assert torch.equal(slots, slots_there)
+        assert torch.equal(gone.valid, gone_there.valid)
+        for key, value in gone.payload.items():
+            assert torch.equal(value, gone_there.payload[key])
+        some = here.sample(5)
+        assert torch.equal(there.fetch("image", some), here["image"][some])
+        assert torch.equal(there.fetch("id", there.sample(5)), here["id"][some])
+    assert torch.equal(here["image"], there["image"])
+
+
+def test_payload_on_the_host_stays_there_when_the_memory_moves():
+    memory = WorkingMemory(20, 8, Duel(), PAYLOAD, host=("image",))
+    offer(memory, items(9, 0))
+    image, keys = memory["image"], list(memory.state_dict())
+    memory.bfloat16()
+    memory.to("meta")  # a device on which there is room for everything
+    assert memory["image"].device.type == "cpu"
+    assert memory["image"].data_ptr() == image.data_ptr()
+    assert {memory.device.type, memory["id"].device.type, memory.policy.duplicates.device.type} == {"meta"}
+    assert list(memory._buffers) == list(WorkingMemory(20, 8, Duel(), PAYLOAD)._buffers)
+    assert keys == list(WorkingMemory(20, 8, Duel(), PAYLOAD).state_dict())
+    with pytest.raises(UserError, match=r"host must name payload \(\['id', 'image'\]\), got \['picture'\]"):
+        WorkingMemory(20, 8, "fifo", PAYLOAD, host=("picture",))
+
+
+def test_a_refresh_can_bring_new_payload():
+    memory = WorkingMemory(20, 8, "fifo", {"id": ((), torch.int64), "note": ((2,), torch.float32)})
+    memory.update(isotropic(20, 8, 0), id=torch.arange(20), note=torch.zeros(20, 2))
+    memory.refresh(torch.tensor([4, 2]), isotropic(2, 8, 1), note=torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert memory["note"][torch.tensor([2, 4])].tolist() == [[3.0, 4.0], [1.0, 2.0]]
+    assert memory["note"].sum() == 10
+    assert memory["id"].tolist() == list(range(20))
+    with pytest.raises(UserError, match="payload must be"):
+        memory.refresh(torch.tensor([4]), isotropic(1, 8, 1), notes=torch.zeros(1, 2))
+    with pytest.raises(UserError, match="note must be"):
+        memory.refresh(torch.tensor([4]), isotropic(1, 8, 1), note=torch.zeros(1, 3))
+
+
+def test_the_policy_can_be_given_another_space():
+    memory = WorkingMemory(12, 4, Duel("quadratic"), policy_dim=8)
+    memory.update(isotropic(12, 4, 0, torch.float32), policy_embeddings=isotropic(12, 8, 0, torch.float32))
+    memory.update(isotropic(1, 4, 1, torch.float32), policy_embeddings=isotropic(1, 8, 1, torch.float32))
+    held, stale = memory.embeddings.clone(), memory.staleness.tolist()
+    vectors = isotropic(12, 8, 5, torch.float32)
+    memory.compare_by(vectors)
+    assert torch.equal(memory.compared, vectors)
+    assert torch.equal(memory.embeddings, held)
+    assert memory.staleness.tolist() == stale
+    assert (memory.expected_duplicates() - duel.expected_duplicates(vectors, "quadratic")).abs().max() < 1e-6
+    with pytest.raises(UserError, match="a row for each of the 12 filled slots, got 3"):
+        memory.compare_by(vectors[:3])
+    with pytest.raises(UserError, match="unit length"):
+        memory.compare_by(vectors * 2)
+    with pytest.raises(UserError, match="build it with policy_dim"):
+        WorkingMemory(12, 4).compare_by(vectors)
+
+
+def test_a_hundred_thousand_images():
+    """Nothing but the policy's own work grows faster than the memory; the largest tensor beside it: anchors × slots."""
+    size, count = 100_000, 64
+    memory = WorkingMemory(size, 8, "reservoir", {"image": ((3, 4, 4), torch.uint8), "id": ((), torch.int64)})
+    images = torch.randint(0, 256, (size, 3, 4, 4), dtype=torch.uint8)
+    memory.update(isotropic(size, 8, 0, torch.float32), id=torch.arange(size), image=images)
+    slots = memory.update(
+        isotropic(count, 8, 1, torch.float32), id=torch.arange(count) + size, image=images[:count].flip(0)
+    )
+    for b, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            assert int(memory["id"][slot]) == size + b
+            assert torch.equal(memory["image"][slot], images[count - 1 - b])
+    stale = memory.stalest(count)
+    memory.refresh(stale, isotropic(count, 8, 2, torch.float32))
+    assert (memory.staleness[stale] == 0).all()
+    drawn = memory.sample(256)
+    assert drawn.unique().numel() == 256
+    assert memory.fetch("image", drawn).shape == (256, 3, 4, 4)
+    _, own = memory.negatives(exclude_ids=memory["id"][drawn])
+    assert torch.equal(own.sum(1), torch.ones(256, dtype=torch.int64))
