@@ -187,7 +187,7 @@ def test_newcomers_come_one_batch_after_the_other():
     )
     made = TrainingStep(literal.config, images.load(literal.config, CPU), fabric=build_fabric(literal.config))
     made.fill_memory()
-    newcomers = parts.Newcomers(made, made.memory, 3)
+    newcomers = parts.Newcomers(made, made.upkeep, 3)
     for turn in range(4):
         newcomers.replace()
         assert torch.equal(made.images, newcomers.images[turn % 3])

@@ -125,8 +125,7 @@ def images_of(config: TrainConfig) -> tuple[int, int]:
     views = batch * (2 if method == "simclr" or symmetric else 1)
     keys = {"moco": views, "byol": views, "simsiam": 0 if symmetric else batch}.get(method, 0)
     if config.memory_holds_images:
-        reused = getattr(config, "reuse_newcomers", False)
-        keys += config.refreshed_slots + (0 if reused else batch)
+        keys += config.refreshed_slots + (0 if config.newcomers_from_training else config.stream_items)
     return views, keys
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from duel.benchmarks.timing import milliseconds, windows
 from duel.encoders import Encoder
-from duel.memory import WorkingMemory
 from duel.methods import StepOutput
+from duel.methods.base import Encoded
 from duel.step import TrainingStep
+from duel.upkeep import Upkeep
 
 #: Batches of newcomers kept ready beyond the timed ones, for warming up and recording.
 SPARE = 6
@@ -42,8 +42,8 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
 
     (samples,) = windows([sample], step.device, count=repeats, length=4)
     found = {"sampling": statistics.median(samples)}
-    memory = step.memory
-    if memory is not None and step.config.source == "memory":
+    upkeep = step.upkeep
+    if upkeep is not None and step.config.source == "memory":
         found["sampling"] += timed(step._sample)
     images, _ = step._sample()
     found["augmentation"] = timed(lambda: views(step, images))
@@ -53,10 +53,10 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
         found["loss"] = timed(lambda: train(step, dummy, dummy, only_loss=True))
     found["encoder"] = max(0.0, whole - found["loss"])
     found |= {"replacement": 0.0, "refresh": 0.0}
-    if memory is not None:
-        found["replacement"] = timed(Newcomers(step, memory, repeats + SPARE).replace)
+    if upkeep is not None:
+        found["replacement"] = timed(Newcomers(step, upkeep, repeats + SPARE).replace)
         if step.config.memory_holds_images:
-            care = timed(Newcomers(step, memory, repeats + SPARE).care)
+            care = timed(Newcomers(step, upkeep, repeats + SPARE).care)
             found["refresh"] = max(0.0, care - found["replacement"])
     return found
 
@@ -83,7 +83,8 @@ def train(step: TrainingStep, first: Tensor, second: Tensor, *, only_loss: bool 
 
 def remember(step: TrainingStep, output: StepOutput) -> None:
     """All that a step does for its memory, with the batch in `step.images` and `step.ids`."""
-    step._update_memory(output.embeddings)
+    if step.upkeep is not None:
+        step.upkeep.update(step.images, step.ids, output)
 
 
 class _StandIn(nn.Module):
@@ -122,27 +123,28 @@ def encoders_that_answer_at_once(step: TrainingStep) -> Iterator[tuple[Tensor, T
 class Newcomers:
     """Batches drawn and encoded beforehand, offered one after the other, so that no item comes twice."""
 
-    def __init__(self, step: TrainingStep, memory: WorkingMemory, count: int) -> None:
-        self.step, self.memory = step, memory
+    def __init__(self, step: TrainingStep, upkeep: Upkeep, count: int) -> None:
+        self.step, self.upkeep = step, upkeep
         batches = [step.stream.next() for _ in range(count)]
         self.images = torch.stack([images for images, _ in batches])
         self.ids = torch.stack([ids for _, ids in batches])
-        self.embeddings = torch.stack([step.embed(images) for images in self.images])
+        encoded = [step.encode(images) for images in self.images]
+        self.embeddings = torch.stack([part.projections for part in encoded])
+        self.features = torch.stack([part.features for part in encoded])
         self.turn = torch.zeros(1, dtype=torch.int64, device=step.device)  # there, so that replays move on too
 
     def next(self) -> StepOutput:
         """Puts the next batch where the step looks for it; returns what its training might have given."""
         self.step.images.copy_(self.images.index_select(0, self.turn)[0])
         self.step.ids.copy_(self.ids.index_select(0, self.turn)[0])
-        embeddings = self.embeddings.index_select(0, self.turn)[0]
+        embeddings, features = (rows.index_select(0, self.turn)[0] for rows in (self.embeddings, self.features))
         self.turn.add_(1).remainder_(len(self.images))
-        return StepOutput(embeddings.new_zeros(()), embeddings)
+        return StepOutput(embeddings.new_zeros(()), embeddings, features)
 
     def replace(self) -> None:
         """The replacement alone."""
         output = self.next()
-        payload: dict[str, Any] = {"image": self.step.images} if self.step.config.memory_holds_images else {}
-        self.memory.update(output.embeddings, id=self.step.ids, **payload)
+        self.upkeep._offer(Encoded(output.embeddings, output.features), self.step.images, self.step.ids)
 
     def care(self) -> None:
         """All that a step does for its memory."""

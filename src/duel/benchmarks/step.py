@@ -76,9 +76,8 @@ def cases(
         found.append(Case(name, dataclasses.replace(config, **{**own, **settings}), plain))
         return name
 
-    # with what the newcomers' training gave instead of another pass over them, where the library can do that
-    can_reuse = "reuse_newcomers" in {field.name for field in dataclasses.fields(TrainConfig)}
-    reuses: list[dict[str, Any]] = [{}, {"reuse_newcomers": True}] if can_reuse else [{}]
+    # with what the newcomers' training gave instead of another pass over them
+    reuses: list[dict[str, Any]] = [{}, {"reuse_newcomers": True}]
 
     for backbone in backbones:
         for slots in memory if "moco" in methods else ():
