@@ -1,4 +1,4 @@
-# make demo | test | slow | check | bench. All of it lives in .venv and .venv-older, inside this folder.
+# make demo | test | slow | check | bench | performance. All of it lives in .venv and .venv-older, inside this folder.
 PYTHON ?= python3
 PYTHON312 ?= python3.12
 VENV := .venv
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # More threads than free cores slow small tensor work down by an order of magnitude.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help setup demo test test-older slow check format hooks bench lock clean
+.PHONY: help setup demo test test-older slow check format hooks bench performance lock clean
 
 help:
 	@echo "make demo        train on scikit-learn's digits with one digit 27x too frequent, and compare memories"
@@ -16,7 +16,8 @@ help:
 	@echo "make slow        longer property and integration tests"
 	@echo "make check       formatting, lint and types"
 	@echo "make hooks       the same before every commit"
-	@echo "make bench       the replacement benchmark on this machine"
+	@echo "make bench       the replacement and training step benchmarks on this machine"
+	@echo "make performance the tables of docs/performance.md, made anew from results/"
 
 # Each environment: the Python that creates it and the versions it is pinned to.
 $(VENV)/.ready: CREATE = $(PYTHON)
@@ -59,6 +60,11 @@ hooks: setup
 
 bench: setup
 	$(BIN)/duel bench replace
+	$(BIN)/duel bench step
+
+# The tables of docs/performance.md, from results/.
+performance: setup
+	$(BIN)/python -m duel.benchmarks.page docs/performance.md
 
 # Rewrites both pinned dependency sets from pyproject.toml.
 COMPILE := $(BIN)/python -m uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url \

@@ -15,6 +15,7 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
 
 from . import recipes
+from .benchmarks.commands import Benchmark
 from .config import TrainConfig
 from .errors import UserError
 from .evaluation.settings import EvaluationSettings
@@ -176,50 +177,13 @@ class Export:
 class Bench:
     """Measure this machine: ratios side by side in one run, as a table and as JSON with hardware and versions.
 
-    The paper's replacement loop against the library's engines and a FIFO queue:
-      duel bench replace
-
-    One size only, for a quick look:
-      duel bench replace --size 512 --batch 64 --dim 64 --scores linear gaussian:0.1
+    `duel bench replace --help` and so on show what each can be told.
     """
 
-    what: Annotated[Positional[Literal["replace"]], tyro.conf.arg(metavar="{replace}")]
-    """What to measure."""
-    size: int | None = None
-    """Slots of the memory; by default a list of sizes that suits the device."""
-    batch: int = 256
-    """Newcomers at a time, with --size."""
-    dim: int = 256
-    """Dimension of the embeddings, with --size."""
-    scores: tuple[str, ...] = ()
-    """Score functions; by default all of the library's."""
-    admit: Literal["always", "compete"] = "always"
-    """Algorithm 2 or Algorithm 1 of the paper."""
-    repeats: int = 24
-    """Timings of which the median is taken."""
-    device: str = "auto"
-    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
-    seed: int = 0
-    """Seed of the embeddings."""
-    out: str | None = None
-    """File for the figures; by default runs/bench-replace-<device>.json."""
+    what: Benchmark
 
     def run(self) -> int:
-        from .benchmarks.replace import report
-        from .machine import resolve_device
-
-        sizes = None if self.size is None else ((self.size, self.batch, self.dim),)
-        written = report(
-            device=resolve_device(self.device),
-            out=self.out,
-            sizes=sizes,
-            scores=self.scores,
-            admit=self.admit,
-            repeats=self.repeats,
-            seed=self.seed,
-        )
-        print(f"written: {written}")
-        return 0
+        return self.what.run()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Replacement: the paper's loop against the library's engines and a FIFO queue, over sizes and scores.
 
 Every row also says whether the fast engine chose the victims that the slow one did, in the same run. For memories where
-the literal loop would take hours the oracle is the same exact algorithm without pruning, in float64.
+the literal loop would take hours the oracle is the same exact algorithm without pruning, in float64, and with N counted
+anew in float64 as long as that takes seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from duel.benchmarks.results import Results
 from duel.benchmarks.timing import milliseconds
 from duel.errors import UserError
 from duel.memory import WorkingMemory
@@ -23,10 +25,14 @@ from duel.scores import get
 
 #: The literal loop is run, and timed, up to so many slots.
 LITERAL = 4096
-SIZES = {
-    "cpu": ((2048, 256, 256), (16384, 256, 128)),
-    "cuda": ((2048, 256, 256), (65536, 256, 128), (1 << 20, 256, 128)),
-}
+#: Beyond, N is counted anew in float64, pair by pair, up to so many slots: seconds. Above, both sides share one N.
+RECOUNT = {"cpu": 16384, "cuda": 65536}
+#: Pairs at a time in that count.
+PAIRS = 1 << 25
+#: Slots and dimension.
+SIZES = {"cpu": ((2048, 256), (16384, 128)), "cuda": ((2048, 256), (65536, 128), (1 << 20, 128))}
+#: Newcomers at a time.
+BATCH = 256
 #: Different batches of newcomers: no item comes twice.
 BATCHES = 40
 #: Above so many slots counting N once takes seconds: fewer scores, and the last kind of data only.
@@ -61,7 +67,7 @@ def benchmark(
 ) -> list[dict[str, Any]]:
     """One row per size, score and data; `each` is called with it as soon as it is there."""
     rows = []
-    for size, count, dim in sizes or SIZES[device.type]:
+    for size, count, dim in sizes or [(size, BATCH, dim) for size, dim in SIZES[device.type]]:
         for kind in data if size <= LARGE else data[-1:]:
             memory = pool(kind, size + BATCHES * count, dim, device, seed)
             incoming, memory = memory[size:].reshape(BATCHES, count, dim), memory[:size]
@@ -89,7 +95,9 @@ def _row(memory: Tensor, incoming: Tensor, score: str, admit: str, repeats: int)
         want = engine("reference")()
         row["reference_ms"] = milliseconds(engine("reference"), device, repeats=1, graph=False)
     else:
-        want = replace_unchecked(memory.double(), incoming[0].double(), h, admit, carried, "dense")
+        recounted = row["n_recounted"] = size <= RECOUNT[device.type]
+        known = recount(memory, h) if recounted else carried
+        want = replace_unchecked(memory.double(), incoming[0].double(), h, admit, known, "dense")
     got = engine("auto", carried)()
     row["same_victims"] = int((got.slots == want.slots).long().cumprod(0).sum())
     row["largest_error_in_n"] = float((got.duplicates - want.duplicates).abs().max())
@@ -103,6 +111,19 @@ def _row(memory: Tensor, incoming: Tensor, score: str, admit: str, repeats: int)
         row["update_speedup"] = row["reference_ms"] / row["update_ms"]
         row["scratch_speedup"] = row["reference_ms"] / row["scratch_ms"]
     return row
+
+
+@torch.no_grad()
+def recount(memory: Tensor, score: Any) -> Tensor:
+    """N of every row of memory (K, d), float64 (K,), straight from its definition: it shares no shortcut."""
+    rows, h = memory.double(), get(score)
+    counts = []
+    step = max(1, PAIRS // len(rows))
+    for first in range(0, len(rows), step):
+        similar = h((rows[first : first + step] @ rows.T).clamp_(-1, 1))
+        similar.diagonal(first).zero_()  # an item is no duplicate of itself
+        counts.append(similar.sum(1))
+    return torch.cat(counts)
 
 
 def _update_time(memory: Tensor, incoming: Tensor, policy: Any, repeats: int) -> float:
@@ -128,12 +149,13 @@ def report(
     scores: Sequence[str] = (),
     repeats: int,
     **settings: Any,
-) -> Path:
-    """What `duel bench replace` does: a progress line per row, a table, and the figures as JSON."""
+) -> tuple[Path, list[str]]:
+    """What `duel bench replace` does: a progress line per row, a table, and the figures as JSON.
+
+    Returns the file and a line for every row that failed or whose victims are not the oracle's.
+    """
     from rich.console import Console
     from rich.progress import Progress
-
-    from duel.runs import describe, write_json
 
     if repeats < 1:
         raise UserError(f"repeats must be at least 1, got {repeats}")
@@ -141,23 +163,34 @@ def report(
         if min(size) < 1:
             raise UserError(f"size, batch and dim must be at least 1, got {size}")
     names = [get(score).name for score in scores or SCORES]
+    threads = torch.get_num_threads() if device.type == "cpu" else None
+    results = Results("replace", device, out, threads=threads, repeats=repeats)
     console = Console()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("replacement", total=None)
-        rows = benchmark(
-            device=device,
-            sizes=sizes,
-            scores=names,
-            repeats=repeats,
-            each=lambda row: progress.update(task, description=f"{row['size']:,} slots, {row['data']}, {row['score']}"),
-            **settings,
-        )
-    console.print(table(rows))
-    path = Path(out or f"runs/bench-replace-{device.type}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    threads = torch.get_num_threads() if device.type == "cpu" else None
-    write_json(path, {"benchmark": "replace", **describe(device), "threads": threads, "repeats": repeats, "rows": rows})
-    return path
+
+        def each(row: dict[str, Any]) -> None:
+            progress.update(task, description=f"{row['size']:,} slots, {row['data']}, {row['score']}")
+            results.add(row)
+
+        benchmark(device=device, sizes=sizes, scores=names, repeats=repeats, each=each, **settings)
+    console.print(table(results.rows))
+    return results.path, failures(results.rows)
+
+
+def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for every row that stopped with an error or chose another victim than its oracle."""
+    lines = []
+    for row in rows:
+        where = f"{row['size']}×{row['batch']}×{row['dim']}, {row['data']}, {row['score']}"
+        if "error" in row:
+            lines.append(f"{where}: {row['error']}")
+        elif row["same_victims"] < row["batch"]:
+            lines.append(
+                f"{where}: other victims than the oracle's from newcomer {row['same_victims']} of {row['batch']} on; "
+                f"largest error in N {row['largest_error_in_n']:.1e}"
+            )
+    return lines
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Any:

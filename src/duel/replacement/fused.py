@@ -25,7 +25,6 @@ WHOLE = 4096
 BLOCK = 512
 #: Slots that are simulated where not all are.
 CANDIDATES = 1024
-SIMULATION_WARPS = 0
 
 
 def unavailable(memory: Tensor, score: Score) -> str | None:
@@ -198,7 +197,7 @@ class _Simulation:
             self.h, self.total, self.arriving, self.skip, self.candidates, self.slots, self.evicted,
             self.level, self.after, self.source, self.first_wrong, places, self.skip.shape[0], size,
             COMPETE=launch.compete, AGAIN=again, PLACES=_power(places), COUNT=_power(self.skip.shape[0]),
-            PLACE_BITS=launch.kernels.PLACE_BITS, num_warps=SIMULATION_WARPS or (8 if places <= 1024 else 16),
+            PLACE_BITS=launch.kernels.PLACE_BITS, num_warps=8 if places <= 1024 else 16,
         )  # fmt: skip
 
 

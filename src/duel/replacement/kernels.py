@@ -103,9 +103,9 @@ def simulate_kernel(
 ):  # fmt: skip
     """The policy on `candidates` residents and `count` newcomers, one program. See `dense.Batch` for the idea.
 
-    h: (n, n) units · 2^PLACE_BITS with a zero diagonal, n = candidates + count. start (rows,): N of each slot;
-    arriving (count,): N of each newcomer against the memory, in units; slot_of (candidates,): the slot of each resident,
-    ascending, or None where all slots are simulated.
+    h: (n, n) units · 2^PLACE_BITS with a zero diagonal, n = candidates + count. start (rows,): N of each slot; arriving
+    (count,): N of each newcomer against the memory, in units; slot_of (candidates,): the slots of the residents, in
+    ascending order, or None where all slots are simulated.
     Out, per newcomer: its slot (-1 = turned away), the item that left, its N then; per slot of a resident: N after.
     An item's key is its N followed by its place counted from the end, so the largest key is the largest N at the lowest
     slot. A resident's place is its own number, so its key tells which it is. A newcomer that competes has the last

@@ -1,0 +1,95 @@
+"""The tables of docs/performance.md, made from the floor's formulas and from results/*.json; nothing is typed by hand.
+
+`python -m duel.benchmarks.page docs/performance.md` rewrites what stands between `<!-- KIND FILE -->` and
+`<!-- end -->`; KIND is floor, step or peers, FILE a benchmark's JSON, relative to the repository.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from duel.benchmarks import floor, peers, step
+from duel.config import TrainConfig
+
+MARKED = re.compile(r"<!-- (floor|step|peers) ?(\S*) -->\n.*?<!-- end -->", flags=re.DOTALL)
+
+
+def render(text: str, root: Path) -> str:
+    """The page with its tables made anew; root: the folder that the names of files are relative to."""
+
+    def fill(found: re.Match[str]) -> str:
+        kind, name = found.groups()
+        if kind == "floor":
+            made = floor_tables()
+        elif not (root / name).is_file():
+            made = f"Not measured yet: `duel bench {kind} --out {name}`."
+        else:
+            written = json.loads((root / name).read_text())
+            made = _origin(written) + (step_table(written) if kind == "step" else peers_table(written))
+        return f"{found.group(0).splitlines()[0]}\n{made}\n<!-- end -->"
+
+    return MARKED.sub(fill, text)
+
+
+def floor_tables() -> str:
+    """Per 256 images trained on, and per step of each method."""
+    first = []
+    for name in step.BACKBONES:
+        share, found = floor.share_of_passes(name), floor.layers(name)
+        billions = sum(layer.operations for layer in found) / 1e9
+        first.append([name, f"{billions:.2f}", *(f"{share[key]:.2f}" for key in ("convolutions", "separate", "fused"))])
+    second = []
+    for case in step.cases(memory=(2048,)):
+        least, apart = floor.step_floor(case.config), floor.step_floor(case.config, passes=floor.SEPARATE)
+        counts = (f"{n:,}" for n in floor.images_of(case.config))
+        figures = (f"{least.operations / 1e12:.2f}", f"{least.bytes / 1e9:.1f}")
+        times = (f"{least.seconds * 1e3:.1f}", f"{apart.seconds * 1e3:.1f}")
+        second.append([case.name, *counts, *figures, *times])
+    passes = ("", "10⁹ operations per image", "convolutions, ms", "+ separate passes, ms", "+ fused passes, ms")
+    steps = ("", "images trained on", "encoded only", "10¹² operations", "GB moved", "floor, ms", "separate passes, ms")
+    gpu = floor.H200
+    rates = f"{gpu.name}: {gpu.flops / 1e12:.0f} × 10¹² operations, {gpu.bandwidth / 1e12:.1f} × 10¹² bytes per second."
+    return f"{rates}\n\n{_markdown(passes, first)}\n\n{_markdown(steps, second)}"
+
+
+def step_table(written: dict[str, Any]) -> str:
+    """The rows of `duel bench step`; on the GPU whose floor is known, with it."""
+    known = floor.H200.name in str(written["hardware"].get("gpu"))
+    lines = []
+    for row in written["rows"]:
+        if "error" in row:
+            lines.append([row["name"], row["error"], *[""] * len(step.COLUMNS)])
+            continue
+        least = f"{floor.step_floor(TrainConfig(**row['settings'])).seconds * 1e3:.1f}" if known else "–"
+        ms, *rest = step.cells(row)
+        lines.append([row["name"], ms, least, *rest])
+    ms, *titles = step.COLUMNS
+    return _markdown(("", ms, "floor", *(f"{t} %" if t in step.PARTS else t for t in titles)), lines)
+
+
+def peers_table(written: dict[str, Any]) -> str:
+    lines = [[row["method"], row["what"], row["data"], *peers.cells(row)] for row in written["rows"]]
+    return _markdown(("", "", "data", "ours, ms", "lightly, ms", "lightly / ours"), lines)
+
+
+def _origin(written: dict[str, Any]) -> str:
+    hardware, versions = written["hardware"], written["versions"]
+    machine = hardware.get("gpu") or f"{hardware['cpus']} CPU cores, {hardware['threads']} threads"
+    peer = "".join(f", {name} {version}" for name, version in written.get("peers", {}).items())
+    return f"{machine}, torch {versions['torch']}{peer}, commit {str(written['commit'])[:7]}.\n\n"
+
+
+def _markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or ["docs/performance.md"]:
+        page = Path(name)
+        page.write_text(render(page.read_text(), page.resolve().parent.parent))
