@@ -18,6 +18,7 @@ from duel.reproduce import execute as execution
 from duel.reproduce import reproduce, runner, store
 from duel.reproduce.estimate import plan_lines, seconds_of
 from duel.reproduce.execute import Outcome
+from duel.reproduce.fingerprint import fingerprint
 from duel.reproduce.plan import GRIDS, SCALES, Planned, runs_of
 from duel.reproduce.rows import ROWS
 from duel.signals import StopRequest
@@ -46,7 +47,7 @@ def test_every_row_of_every_grid_is_a_valid_run_with_its_own_name(scale: str) ->
     assert {p.row.name for p in plan} == {row for grid in GRIDS.values() for row in grid.rows} == set(ROWS)
     for p in plan:
         assert ROWS[p.row.plain].plain == p.row.plain
-        assert TrainConfig.from_dict(p.config.identity()).fingerprint() == p.hash
+        assert fingerprint(TrainConfig.from_dict(p.config.identity())) == p.hash
 
 
 def test_table2_is_the_issue_s_grid_and_whole_seeds_come_first() -> None:
@@ -251,7 +252,7 @@ def test_two_processes_give_what_one_gives() -> None:
 def fake(config: TrainConfig, /, folder: Path = Path("results"), **values: object) -> store.Record:
     path = store.write(
         folder,
-        f"fake-{config.fingerprint()}",
+        f"fake-{fingerprint(config)}",
         {
             "row": "simclr", "scale": "short", "seed": config.seed, "config": config.identity(),
             "evaluation": {"probe": float("nan")}, "hardware": {}, "metrics": {"step": []},
@@ -265,23 +266,40 @@ def test_settings_that_came_later_do_not_hide_finished_runs() -> None:
     config = TrainConfig(steps=100)
     older = {k: v for k, v in config.identity().items() if k != "at_once"}
     record = fake(config, config=older)
-    assert record.hash == config.fingerprint()
+    assert record.hash == fingerprint(config)
     assert record.measure("probe") is None  # NaN is not JSON
 
 
 def test_the_hash_is_of_what_decides_the_result() -> None:
     config = TrainConfig()
     same = dataclasses.replace(config, out="x", root="y", device="cpu", log_every=3, graph=False, knn_every=7)
-    assert same.fingerprint() == config.fingerprint()
-    assert dataclasses.replace(config, bias=1).fingerprint() == config.fingerprint()
+    assert fingerprint(same) == fingerprint(config)
+    assert fingerprint(dataclasses.replace(config, bias=1)) == fingerprint(config)
     for change in (
         {"seed": 1},
         {"bias": 3.0},
         {"lr": 0.1},
-        {"score": "linear"},
+        {"method": "moco"},
         {"weights": (1.0,), "bias_kind": "weights"},
     ):
-        assert dataclasses.replace(config, **change).fingerprint() != config.fingerprint()
+        assert fingerprint(dataclasses.replace(config, **change)) != fingerprint(config)
+
+
+def test_settings_that_do_nothing_in_a_run_do_not_make_it_another() -> None:
+    simclr, moco = TrainConfig(steps=9), TrainConfig(steps=9, method="moco")
+    duel = dataclasses.replace(moco, method="d-moco")
+
+    def changed(config: TrainConfig, **changes: object) -> bool:
+        return fingerprint(dataclasses.replace(config, **changes)) != fingerprint(config)  # type: ignore[arg-type]
+
+    assert not changed(simclr, score="linear", memory_size=7, admit="compete", epochs=1.0, recipe="mine")
+    assert not changed(simclr, bias_mode="subset", bias_class=3, bias_kind="longtail")
+    assert not changed(moco, score="linear", at_once=True, admit="compete", policy="fifo")
+    assert not changed(duel, policy="duel")
+    assert all(changed(moco, **{name: value}) for name, value in {"memory_size": 7, "refresh": 5, "max_age": 3}.items())
+    assert all(changed(duel, **{name: value}) for name, value in {"score": "linear", "admit": "compete"}.items())
+    biased = dataclasses.replace(simclr, bias=3.0)
+    assert all(changed(biased, **{k: v}) for k, v in {"bias_mode": "subset", "bias_class": 3}.items())
 
 
 def test_a_damaged_or_foreign_result_is_named() -> None:

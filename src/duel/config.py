@@ -6,8 +6,6 @@ Importing this module must stay cheap (no torch): ``duel --help`` is built from 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -281,11 +279,6 @@ class TrainConfig:
         """The settings that decide the result; how a run is carried out and watched is left out."""
         values = self.as_dict()
         return {f.name: values[f.name] for f in dataclasses.fields(self) if not f.metadata.get("free")}
-
-    def fingerprint(self) -> str:
-        """Ten hex digits of `identity`: equal for configs that differ only in how a run is carried out."""
-        values = {k: float(v) if type(v) is int else v for k, v in self.identity().items()}  # 27 and 27.0 are one bias
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
 
     def differences(self, other: TrainConfig) -> list[str]:
         """One line per setting that would change what `self` computes, as it is and as `other` has it."""

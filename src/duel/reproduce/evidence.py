@@ -6,6 +6,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from .fingerprint import fingerprint
 from .plan import SCALES, Data, Scale, plan_run
 from .rows import ROWS
 from .stats import Recovered, Summary, gap_recovered, paired_difference, summary
@@ -28,7 +29,7 @@ class Evidence:
         self.scale = scale if steps is None else scale.of_length(steps)
         self._runs: dict[str, list[Record]] = defaultdict(list)
         for record in records:
-            self._runs[dataclasses.replace(record.config, seed=0).fingerprint()].append(record)
+            self._runs[fingerprint(dataclasses.replace(record.config, seed=0))].append(record)
 
     @property
     def steps(self) -> int | None:

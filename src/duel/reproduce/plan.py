@@ -10,6 +10,7 @@ from typing import Any
 from ..config import TrainConfig
 from ..errors import UserError, suggest
 from ..evaluation.settings import EvaluationSettings
+from .fingerprint import fingerprint
 from .paper import BIASES
 from .rows import ROWS, SCORES, Row
 
@@ -89,7 +90,7 @@ class Planned:
 
     @property
     def hash(self) -> str:
-        return self.config.fingerprint()
+        return fingerprint(self.config)
 
     @property
     def name(self) -> str:

@@ -9,18 +9,14 @@ from typing import Any
 
 from .. import recipes
 from ..config import MethodName, TrainConfig
+from .fingerprint import MEMORY
 
 Settings = Mapping[str, Any]
-
-_MEMORY = (
-    "source", "stream_batch", "memory_size", "policy", "score", "admit", "at_once", "max_age", "refresh", "space",
-    "memory_negatives", "memory_view", "reuse_newcomers",
-)  # fmt: skip
 
 
 def _literal(memory_size: int) -> Settings:
     """The paper's form (Algorithm 2), whatever the recipe's own defaults are."""
-    plain = {name: TrainConfig.__dataclass_fields__[name].default for name in _MEMORY}
+    plain = {name: TrainConfig.__dataclass_fields__[name].default for name in MEMORY}
     return plain | {"policy": "duel", "score": "linear", "admit": "always", "memory_size": memory_size}
 
 
@@ -30,7 +26,7 @@ LITERAL: Mapping[str, Settings] = {"d-moco": _literal(2048), "d-simclr": _litera
 def recommended(method: MethodName, source: recipes.Source) -> Settings:
     """The memory that the standard recipe recommends, to be used with any recipe."""
     config = recipes.standard(method, source=source)
-    return {name: getattr(config, name) for name in _MEMORY} | {"policy": config.memory_policy}
+    return {name: getattr(config, name) for name in MEMORY} | {"policy": config.memory_policy}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 from ..checkpoint import atomic
 from ..config import TrainConfig
 from ..errors import UserError
+from .fingerprint import fingerprint
 
 SCHEMA = 1
 RUNS, ERRORS = "runs", "errors"
@@ -76,7 +77,7 @@ def read(path: Path) -> Record:
         config = TrainConfig.from_dict(values["config"])
     except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read as a run's result ({error!r}); restore it or move it away") from error
-    return Record(path, values, config, config.fingerprint())
+    return Record(path, values, config, fingerprint(config))
 
 
 def write(folder: Path, name: str, values: Mapping[str, Any]) -> Path:

@@ -1,0 +1,48 @@
+"""Which runs are the same run: a hash of the settings that change the result, and of no others. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from ..config import TrainConfig
+
+MEMORY = (
+    "source", "stream_batch", "memory_size", "policy", "score", "admit", "at_once", "max_age", "refresh", "space",
+    "memory_negatives", "memory_view", "reuse_newcomers",
+)  # fmt: skip
+"""The settings that say what the working memory is."""
+
+
+def fingerprint(config: TrainConfig) -> str:
+    """Ten hex digits; equal for configs that give the same result.
+
+    Left out: how a run is carried out and watched (`TrainConfig.identity`), and settings that do nothing in this run,
+    so that another default for them does not make a finished run look like another one.
+    """
+    idle = _idle(config)
+    values = {name: value for name, value in config.identity().items() if name not in idle}
+    if config.has_memory:
+        values["policy"] = config.memory_policy
+    whole = {k: float(v) if type(v) is int else v for k, v in values.items()}  # 27 and 27.0 are one bias
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _idle(config: TrainConfig) -> set[str]:
+    """Settings that change nothing in this run."""
+    idle = {"recipe"}
+    if config.steps is not None:
+        idle.add("epochs")
+    if not config.has_memory:
+        idle |= set(MEMORY) - {"source"}
+    else:
+        policy = config.memory_policy
+        idle |= set() if policy == "duel" else {"score", "at_once"}
+        idle |= set() if policy in ("duel", "adaptive") else {"admit"}
+    if config.bias_kind == "weights":
+        idle.add("bias")
+    elif config.bias == 1:
+        idle |= {"bias_kind", "bias_mode"}
+    if config.bias_kind != "dominant" or config.bias == 1:
+        idle.add("bias_class")
+    return idle
