@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -98,6 +99,7 @@ def _check_memory(config: TrainConfig) -> None:
         )
 
 
+@functools.cache
 def _choices(kind: type) -> dict[str, tuple[Any, ...]]:
     """The accepted values of every setting that is one of a few words."""
     hints = get_type_hints(kind)

@@ -65,14 +65,15 @@ def dominant(classes: int, bias: float) -> Tensor:
 # Observation 1 --------------------------------------------------------------------------------------------------
 
 
-def class_loss(z: Tensor, vectors: Tensor, weights: Tensor, own: int, *, temperature: float = 1.0) -> Tensor:
-    """The loss that Observation 1 differentiates, of one vector z (d,) of class `own`; a scalar.
+def class_loss(z: Tensor, vectors: Tensor, weights: Tensor, own: int | Tensor, *, temperature: float = 1.0) -> Tensor:
+    """The loss that Observation 1 differentiates, of a vector z (d,) of class `own`, or of n of them: (n, d), (n,).
 
     All items of its class are positives: the mean over positives p of -log(exp(z·z_p) / Σ_a exp(z·z_a)), for contrast
     items at vectors (C, d), a share `weights` (C,) of them in each class. The number of items only adds a constant.
     """
-    logits = vectors @ z / temperature
-    return torch.logsumexp(logits + weights.log(), 0) - logits[own]
+    logits = z @ vectors.T / temperature
+    positive = logits.gather(-1, torch.as_tensor(own).unsqueeze(-1)).squeeze(-1)
+    return torch.logsumexp(logits + weights.log(), -1) - positive
 
 
 def closed_form_gradient(weights: Tensor, own: int, *, temperature: float = 1.0) -> Tensor:
@@ -117,8 +118,8 @@ def drift(
     path = [vectors]
     for _ in range(steps):
         free = vectors.clone().requires_grad_()
-        losses = [class_loss(free[c], free, weights, c, temperature=temperature) for c in range(len(weights))]
-        (torch.stack(losses) @ weights).backward()  # type: ignore[no-untyped-call]
+        losses = class_loss(free, free, weights, torch.arange(len(weights)), temperature=temperature)
+        (losses @ weights).backward()  # type: ignore[no-untyped-call]
         if free.grad is None:
             raise RuntimeError("no gradient reached the class vectors")
         vectors = normalize(vectors - lr * free.grad / weights[:, None], dim=1)

@@ -27,6 +27,7 @@ class Evidence:
 
     def __init__(self, records: Iterable[Record], scale: Scale, steps: int | None = None) -> None:
         self.scale = scale if steps is None else scale.of_length(steps)
+        self._hashes: dict[tuple[str, Data], str] = {}
         self._runs: dict[str, list[Record]] = defaultdict(list)
         for record in records:
             self._runs[fingerprint(dataclasses.replace(record.config, seed=0))].append(record)
@@ -37,8 +38,9 @@ class Evidence:
 
     def runs(self, row: str, data: Data) -> list[Record]:
         """By seed."""
-        planned = plan_run(ROWS[row], data, self.scale, 0, {})
-        return sorted(self._runs.get(planned.hash, []), key=lambda record: record.seed)
+        if (row, data) not in self._hashes:
+            self._hashes[row, data] = plan_run(ROWS[row], data, self.scale, 0, {}).hash
+        return sorted(self._runs.get(self._hashes[row, data], []), key=lambda record: record.seed)
 
     def figures(self, row: str, data: Data, measure: str) -> dict[int, float]:
         """Seed -> per cent."""

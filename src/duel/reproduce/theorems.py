@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+
 import torch
 
 from .. import theory
@@ -11,7 +14,8 @@ from .paper import BIASES
 SCORES = ("linear", "quadratic", "gaussian:1", "gaussian:0.1", "exponential:0.05")
 
 
-def verdicts() -> dict[str, Verdict]:
+@functools.cache
+def verdicts() -> Mapping[str, Verdict]:
     """Statement -> verdict, computed here and now; a second or two on a CPU."""
     return {
         "Simplex ETF: inner products -1/C": _etf(),
