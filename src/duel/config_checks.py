@@ -26,7 +26,8 @@ _OF_THE_MEMORY = (
 
 def check(config: TrainConfig) -> None:
     """Raise UserError with what was given, what is accepted and what to do."""
-    for name, choices in _choices(type(config)).items():
+    kind: type = type(config)
+    for name, choices in _choices(kind).items():
         if getattr(config, name) not in choices:
             raise UserError(suggest(name, getattr(config, name), choices))
     for name in ("batch_size", "dwell", "dim", "memory_size", "log_every", "checkpoint_every", "keep"):
