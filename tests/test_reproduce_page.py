@@ -14,7 +14,7 @@ from duel.errors import UserError
 from duel.reproduce import claims, paper, stats, store
 from duel.reproduce.evidence import Evidence
 from duel.reproduce.figures import draw
-from duel.reproduce.page import page
+from duel.reproduce.page import drawn, page
 from duel.reproduce.plan import SCALES, Data, plan_run
 from duel.reproduce.rows import ROWS
 from duel.reproduce.stats import Summary
@@ -132,10 +132,29 @@ def test_the_page_shows_ours_beside_the_paper_s() -> None:
     assert page(reversed(runs())) == page(runs())
 
 
+def test_the_paper_s_recipe_is_held_against_the_paper() -> None:
+    near, far = record("moco", 9, 0, 0.50), record("moco", 27, 0, 0.60)
+    found = []
+    for one in (near, far, record("d-moco-ours", 27, 0, 0.61)):
+        planned = plan_run(ROWS[one.values["row"]], Data(one.config.bias), SCALES["paper"], 0, {})
+        found.append(store.Record(Path(), {**one.values, "scale": "paper"}, planned.config, planned.hash))
+    text = page(found)
+    assert "Our plain MoCo v2 is within 3 points of the paper's, linear probe | **holds only when ×9** |" in text
+    assert "D-MoCo v2 (ours) is above the paper's D-row at ×9 and ×27 | **holds** | ×27 +8.94 |" in text
+    assert "Our plain SimCLR is within 3 points of the paper's, linear probe | **not yet measured** | no runs |" in text
+
+
+def test_the_page_shows_the_figures_that_there_are(tmp_path: Path) -> None:
+    assert "![" not in page([])
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "scores.svg").touch()
+    assert page([], drawn(tmp_path)).count("(figures/scores.svg)") == 1
+
+
 def test_the_committed_page_is_what_the_results_give() -> None:
     """If this fails: `duel reproduce page`."""
     committed = (REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8")
-    assert committed == page(store.load([REPOSITORY / "results"]).values())
+    assert committed == page(store.load([REPOSITORY / "results"]).values(), drawn(REPOSITORY / "docs"))
 
 
 def test_committed_results_tell_nothing_about_the_machine() -> None:

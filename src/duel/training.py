@@ -66,6 +66,7 @@ def train(
     out = runs.check_out(config, resume=resume, overwrite=overwrite)
     fabric = build_fabric(config)
     if fabric.device.type == "cuda":
+        torch.cuda.init()  # there are no statistics before
         torch.cuda.reset_peak_memory_stats(fabric.device)
     inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
     step = TrainingStep(config, inputs, fabric=fabric)

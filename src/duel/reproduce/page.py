@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..checkpoint import atomic
@@ -40,6 +40,11 @@ _TABLES = {
 }
 _LISTS = ("framework", "rivals", "ablation", "controls", "negative-free", "subset", "longtail")
 NOT_RUN = "not run"
+_PICTURES = {
+    "figure1": "Class vectors under a biased loss, from the simplex ETF: rare classes drift towards -z_max",
+    "figure-mcp": "What two scores evict: the linear one what is nearest to the memory's mean, the sharp one what is dense",
+    "scores": "The score functions",
+}
 
 
 def write_page(results: Sequence[Path], docs: Path) -> Path:
@@ -48,33 +53,47 @@ def write_page(results: Sequence[Path], docs: Path) -> Path:
     try:
         docs.mkdir(parents=True, exist_ok=True)
         with atomic(path) as partial:
-            partial.write_text(page(store.load(results).values()), encoding="utf-8")
+            partial.write_text(page(store.load(results).values(), drawn(docs)), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; give another folder with --docs") from error
     return path
 
 
-def page(records: Iterable[Record]) -> str:
+def drawn(docs: Path) -> list[str]:
+    """The figures that there are, by name."""
+    return sorted(path.stem for path in (docs / "figures").glob("*.svg"))
+
+
+def page(records: Iterable[Record], figures: Collection[str] = ()) -> str:
+    """figures: those that have been drawn, to be shown."""
     found = list(records)
-    parts = [HEAD, *_theory()]
+    parts = [HEAD, *_theory(figures)]
     for name in ("short", "paper", "smoke"):
         if name == "smoke" and not any(record.scale == name for record in found):
             continue
         for steps in lengths(found, name):
             mine = [record for record in found if record.scale == name]
-            parts += _scale(Evidence(mine, SCALES[name], steps), name, steps, mine)
+            parts += _scale(Evidence(mine, SCALES[name], steps), name, steps, mine, figures)
     return "\n\n".join(parts) + "\n"
 
 
-def _theory() -> Iterator[str]:
+def _theory(figures: Collection[str]) -> Iterator[str]:
     yield "## The paper's theory"
     yield _verdicts(theorems.verdicts())
+    for name, words in _PICTURES.items():
+        if name in figures:
+            yield _picture(name, words)
     yield "## The paper's own tables"
-    found = [f"D-{row} at ×{bias:g} ({name}: {d:.2f} below {plain:.2f})" for name, row, bias, d, plain in below_plain()]
+    found = [
+        f"{ROWS[f'd-{row}-literal'].label.split(',')[0]} at ×{bias:g} ({name}: {d:.2f} below {plain:.2f})"
+        for name, row, bias, d, plain in below_plain()
+    ]
     yield "Its D-rows are above their plain rows" + (f" except {' and '.join(found)}." if found else ".")
 
 
-def _scale(evidence: Evidence, name: str, steps: int | None, records: Sequence[Record]) -> Iterator[str]:
+def _scale(
+    evidence: Evidence, name: str, steps: int | None, records: Sequence[Record], figures: Collection[str]
+) -> Iterator[str]:
     scale = evidence.scale
     cut = "" if steps is None else f", cut to {steps:,} steps"
     yield f"## Scale `{name}`{cut}: recipe `{scale.recipe}` on {scale.data}, {evidence.steps:,} steps"
@@ -87,6 +106,11 @@ def _scale(evidence: Evidence, name: str, steps: int | None, records: Sequence[R
     yield _verdicts(_judged(claims.PAPER, evidence))
     yield "### What our form adds"
     yield _verdicts(_judged(claims.OURS, evidence))
+    if name == "paper":
+        yield "### Beside the paper's own figures"
+        yield _verdicts(_judged(claims.BESIDE_THE_PAPER, evidence))
+    if name == "short" and steps is None and "figure3" in figures:
+        yield _picture("figure3", "Mean intra- and inter-class cosine of test features over training")
     for grid, measures in _TABLES.items():
         for measure in measures:
             yield f"### {grid}: {MEASURES[measure]}"
@@ -227,6 +251,10 @@ def _gap(evidence: Evidence, row: str, data: Data, measure: str) -> str:
         return "no gap" if measured and row != plain and data != BALANCED else "–"
     interval = "" if found.low is None or found.high is None else f" [{100 * found.low:.0f}, {100 * found.high:.0f}]"
     return f"{100 * found.share:.0f}{interval} ({found.n})"
+
+
+def _picture(name: str, words: str) -> str:
+    return f"![{words}](figures/{name}.svg)\n\n*{words}.*"
 
 
 def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
