@@ -42,7 +42,7 @@ _LISTS = ("framework", "rivals", "ablation", "controls", "negative-free", "subse
 NOT_RUN = "not run"
 _PICTURES = {
     "figure1": "Class vectors under a biased loss, from the simplex ETF: rare classes drift towards -z_max",
-    "figure-mcp": "What two scores evict: the linear one what is nearest to the memory's mean, the sharp one what is dense",
+    "figure-mcp": "What two scores evict: the linear one what is near the memory's mean, the sharp one what is dense",
     "scores": "The score functions",
 }
 
