@@ -45,7 +45,9 @@ def plan_lines(plan: Sequence[Planned], known: Mapping[str, Record], work: Path,
     """The plan, a line for each row, with what is finished and how long the rest should take."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     lines, total, unknown = [], 0.0, 0
-    for name in dict.fromkeys(p.row.name for p in plan):
+    names = list(dict.fromkeys(p.row.name for p in plan))
+    width = max(map(len, names), default=0)
+    for name in names:
         mine = [p for p in plan if p.row.name == name]
         missing = [p for p in mine if p.hash not in known]
         begun = sum((work / p.name / runs.CONFIG).is_file() for p in missing)
@@ -55,7 +57,7 @@ def plan_lines(plan: Sequence[Planned], known: Mapping[str, Record], work: Path,
         where = " ".join(dict.fromkeys(p.data.name for p in mine))
         seeds = " ".join(str(s) for s in dict.fromkeys(p.config.seed for p in mine))
         state = f"{len(mine) - len(missing)} of {len(mine)} finished" + (f", {begun} begun" if begun else "")
-        lines.append(f"{name:<24} {where:<20} seed {seeds:<10} {state:<28} {_length(measured, times)}")
+        lines.append(f"{name:<{width}} {where:<20} seed {seeds:<10} {state:<28} {_length(measured, times)}")
     head = (
         f"{len(plan)} runs on {gpu or 'the CPU'}, {jobs} at a time; {sum(p.hash in known for p in plan)} are finished"
     )

@@ -92,11 +92,11 @@ def _figure1(plt: Any) -> Any:
     for bias, (colour, style) in zip(BIASES, STYLES, strict=False):
         path = theory.drift(theory.dominant(10, bias), steps=150)
         towards = (path[:, 1:] @ -path[:, :1].transpose(1, 2)).mean((1, 2))
-        curve.plot(towards, color=colour, linestyle=style, label=f"×{bias:g}")
+        curve.plot(towards, color=colour, linestyle=style)
+        curve.text(len(towards) + 2, float(towards[-1]), f"×{bias:g}", color=colour, va="center")
     curve.set_xlabel("gradient steps from the ETF")
     curve.set_ylabel("cosine of rare classes with $-z_{\\max}$")
     curve.set_title("ten classes", fontsize=9)
-    curve.legend(loc="center right")
     return figure
 
 

@@ -12,7 +12,7 @@ from ..errors import UserError, suggest
 from ..evaluation.settings import EvaluationSettings
 from .fingerprint import fingerprint
 from .paper import BIASES
-from .rows import ROWS, SCORES, Row
+from .rows import ROWS, SCORES, TUNING, Row
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,11 @@ GRIDS: Mapping[str, Grid] = {
     "controls": Grid(
         "what each part gives at ×27",
         ("simclr-fifo", "moco-refresh", *_each("d-{}-at-once", "d-{}-compete", "d-{}-adaptive")),
+        DRAWN[-1:],
+    ),
+    "tuning": Grid(
+        "how the recommended memory was found, at ×27",
+        (*_each("{}", "d-{}-ours"), *(f"d-{m}-{name}" for m in _METHODS for name in TUNING)),
         DRAWN[-1:],
     ),
     "negative-free": Grid("methods without negatives", ("simsiam", "byol"), _ENDS),

@@ -90,6 +90,7 @@ def _variants(base: str, word: str) -> list[Row]:
         control("compete", "ours, newcomers compete", ours, admit="compete"),
         control("adaptive", "ours, adaptive width", ours, policy="adaptive"),
     ]
+    rows += [control(name, f"ours but {label}", ours, **changes) for name, (label, changes) in TUNING.items()]
     rows += [control(score.replace(":", ""), f"literal but score {score}", literal, score=score) for score in SCORES]
     return rows
 
@@ -97,6 +98,20 @@ def _variants(base: str, word: str) -> list[Row]:
 _BASES: tuple[tuple[MethodName, str], ...] = (("simclr", "SimCLR"), ("moco", "MoCo v2"))
 SCORES = ("quadratic", "gaussian:1", "gaussian:0.1", "exponential:0.05")
 """Of the ablation, besides linear, which is the literal row."""
+TUNING: Mapping[str, tuple[str, Settings]] = {
+    "tune-gaussian0.1": ("score gaussian:0.1", {"score": "gaussian:0.1"}),
+    "tune-gaussian0.03": ("score gaussian:0.03", {"score": "gaussian:0.03"}),
+    "tune-exponential0.1": ("score exponential:0.1", {"score": "exponential:0.1"}),
+    "tune-exponential0.02": ("score exponential:0.02", {"score": "exponential:0.02"}),
+    "tune-2048": ("2,048 slots", {"memory_size": 2048}),
+    "tune-8192": ("8,192 slots", {"memory_size": 8192}),
+    "tune-16384": ("16,384 slots", {"memory_size": 16384}),
+    "tune-refresh0": ("nothing encoded anew", {"refresh": 0}),
+    "tune-refresh1024": ("1,024 slots encoded anew", {"refresh": 1024}),
+    "tune-backbone": ("compared by backbone features", {"space": "backbone"}),
+    "tune-stream512": ("512 items looked at per step", {"stream_batch": 512}),
+}
+"""What else was tried for the recommended memory, one change at a time."""
 
 _ALL = [
     _plain("simclr", "SimCLR"),
