@@ -62,14 +62,18 @@ class Upkeep:
 
         trained: what the training pass gave, for where these very items were its batch.
         """
-        count = self.config.refreshed_slots
+        count, reuse = self.config.refreshed_slots, self.config.newcomers_from_training
+        newcomers = Encoded(trained.embeddings, trained.features.float())
         if count:
             slots = self.memory.stalest(count)
-            fresh = self.encode(self.memory.fetch("image", slots))
+            held = self.memory.fetch("image", slots)
+            # one pass over residents and newcomers: BatchNorm's running statistics mix nothing
+            encoded = self.encode(held if reuse else torch.cat([held, images]))
+            fresh = Encoded(*(part[:count] for part in encoded))
             self.memory.refresh(slots, fresh.projections, **self._vectors(fresh))
-        if self.config.newcomers_from_training:
-            newcomers = Encoded(trained.embeddings, trained.features.float())
-        else:
+            if not reuse:
+                newcomers = Encoded(*(part[count:] for part in encoded))
+        elif not reuse:
             newcomers = self.encode(images)
         self._offer(newcomers, images, ids)
 
