@@ -183,3 +183,8 @@ def test_lars_against_its_formula() -> None:
             expected[i] = expected[i] - 0.3 * velocity[i]
     for p, e in zip((w, b, zero), expected, strict=True):
         torch.testing.assert_close(p.detach(), e)
+
+
+def test_recipes_name_the_methods_there_are() -> None:
+    with pytest.raises(UserError, match="did you mean 'simclr'"):
+        recipes.standard("simclrr", "cifar10")  # type: ignore[arg-type]

@@ -276,7 +276,7 @@ BAD = {
     "nan": ({"embeddings": torch.where(torch.arange(3)[:, None] == 1, float("nan"), good)}, "row 1 is not finite"),
     "inf": ({"embeddings": torch.where(torch.arange(3)[:, None] == 2, float("inf"), good)}, "row 2 is not finite"),
     "length": ({"embeddings": good * 1.01}, "row 0 has length 1.01"),
-    "missing": ({"id": None}, r"payload must be \['id', 'image'\]"),
+    "missing": ({"id": None}, r"keeps id, image with each embedding"),
     "extra": ({"label": torch.zeros(3)}, "got .*label"),
     "shape": ({"image": torch.zeros(3, 3, 4, 4, dtype=torch.uint8)}, "image must be"),
     "dtype": ({"id": torch.zeros(3)}, "id must be torch.int64"),

@@ -52,7 +52,7 @@ def test_a_refresh_can_bring_new_payload():
     assert memory["note"][torch.tensor([2, 4])].tolist() == [[3.0, 4.0], [1.0, 2.0]]
     assert memory["note"].sum() == 10
     assert memory["id"].tolist() == list(range(20))
-    with pytest.raises(UserError, match="payload must be"):
+    with pytest.raises(UserError, match="with each embedding"):
         memory.refresh(torch.tensor([4]), isotropic(1, 8, 1), notes=torch.zeros(1, 2))
     with pytest.raises(UserError, match="note must be"):
         memory.refresh(torch.tensor([4]), isotropic(1, 8, 1), note=torch.zeros(1, 3))

@@ -19,6 +19,8 @@ def unit_tolerance(dtype: torch.dtype) -> float:
 
 def check_rows(rows: Tensor, name: str, dim: int, device: torch.device) -> None:
     """Shape, device and dtype always; finite and unit length where looking at the values costs no synchronisation."""
+    if not isinstance(rows, Tensor):
+        raise UserError(f"{name} must be a tensor of shape (n, {dim}), got a {type(rows).__name__}")
     if rows.dim() != 2 or rows.shape[1] != dim:
         raise UserError(f"{name} must have shape (n, {dim}), got {tuple(rows.shape)}")
     if rows.device != device:
@@ -53,7 +55,11 @@ def check_payload(
 ) -> None:
     """Names, shapes, dtypes and device of what is to be kept with `count` embeddings; `anywhere`: on the host too."""
     if given.keys() != wanted.keys():
-        raise UserError(f"payload must be {sorted(wanted)}, got {sorted(given)}")
+        names = ", ".join(sorted(wanted)) or "nothing"
+        raise UserError(
+            f"this memory keeps {names} with each embedding, got {', '.join(sorted(given)) or 'nothing'}; what it keeps is "
+            "declared once, as in WorkingMemory(..., payload={'id': ((), torch.int64)}), and given in every update"
+        )
     for name, (shape, dtype) in wanted.items():
         values = given[name]
         if values.shape != (count, *shape) or values.dtype != dtype:

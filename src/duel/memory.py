@@ -181,7 +181,10 @@ class WorkingMemory(Storage):
             if int(slots.min()) < 0 or int(slots.max()) >= self._filled:
                 raise UserError(f"slots must be between 0 and {self._filled - 1}, the filled ones")
             if bool((slots.bincount(minlength=1) > 1).any()):
-                raise UserError("slots must differ from each other, got some twice")
+                raise UserError(
+                    "slots must differ from each other, got some twice. (Slots that update() returned may: a later "
+                    "newcomer can take an earlier one's slot. What update() placed is fresh already)"
+                )
         wanted = {name: spec for name, spec in self.payload.items() if name in payload}
         check_payload(payload, wanted, slots.shape[0], self.device, anywhere=self.host)
         fresh, compared, accepted = self._examine(embeddings, policy_embeddings)
@@ -242,6 +245,8 @@ class WorkingMemory(Storage):
     def _checked_slots(self, slots: Tensor, count: int) -> Tensor:
         """What a policy answered, if it is an answer."""
         name = type(self.policy).__name__
+        if not isinstance(slots, Tensor):
+            raise UserError(f"{name}.choose must return int64 ({count},), got a {type(slots).__name__}")
         if slots.shape != (count,) or slots.dtype != torch.int64:
             raise UserError(f"{name}.choose must return int64 ({count},), got {slots.dtype} {tuple(slots.shape)}")
         if count and slots.device.type == "cpu" and not -1 <= int(slots.min()) <= int(slots.max()) < self.size:

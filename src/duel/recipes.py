@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .config import MethodName, TrainConfig
 from .errors import UserError, suggest
@@ -53,6 +53,8 @@ def standard(
     The learning rate is 0.06 per 128 images of batch; SimSiam's is not scaled, which keeps it from collapsing.
     """
     base = method.removeprefix("d-")
+    if base not in _STANDARD:
+        raise UserError(suggest("method", method, get_args(MethodName)))
     settings: dict[str, Any] = {
         "optimizer": "sgd",
         "lr": 0.06 if method == "simsiam" else 0.06 * batch_size / 128,
