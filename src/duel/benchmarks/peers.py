@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from duel import encoders, recipes
-from duel.benchmarks import images, parts
+from duel.benchmarks import images, parts, tables
 from duel.benchmarks.results import Results
 from duel.benchmarks.step import is_compiled
 from duel.benchmarks.timing import capture, windows
@@ -294,14 +294,7 @@ def _available(config: TrainConfig) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Any:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    shown = Table(title="A training step, ms", box=SIMPLE, pad_edge=False)
-    for title in ("method", "what"):
-        shown.add_column(title)
-    for title in ("ours", "lightly", "lightly / ours"):
-        shown.add_column(title, justify="right")
+    shown = tables.table("A training step, ms", ("method", "what"), ("ours", "lightly", "lightly / ours"))
     for row in rows:
         shown.add_row(row["method"], row["what"], *cells(row))
     return shown
