@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from duel import encoders, losses
+from duel import encoders, losses, runs
 from duel.benchmarks import floor, images, page, parts, peers, replace, step, timing
 from duel.cli import main
 from duel.errors import UserError
@@ -64,6 +64,18 @@ def test_an_interrupted_benchmark_keeps_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(replace, "_row", interrupted)
     assert main([*REPLACE, "--batch", "4", "--scores", "linear", "gaussian:0.1", "--out", str(out)]) == 130
     assert [row["score"] for row in json.loads(out.read_text())["rows"]] == ["linear"]
+
+
+def test_called_from_python_the_call_is_on_record(tmp_path, monkeypatch):
+    settings = {"device": CPU, "sizes": [(32, 4, 8)], "scores": ["gaussian"], "repeats": 1}
+    assert {row["score"] for row in replace.benchmark(**settings)} == {"gaussian:1"}
+    path, failed = replace.report(**settings, out=str(tmp_path / "x.json"), seed=3)
+    assert not failed
+    command = json.loads(path.read_text())["command"]
+    assert command.startswith("duel.benchmarks.replace.report(device='cpu', ")
+    assert "sizes=[(32, 4, 8)], scores=['gaussian:1'], repeats=1, seed=3)" in command
+    monkeypatch.setattr(sys, "argv", ["/bin/duel", "bench", "replace", "--out", "my file"])
+    assert runs.describe(CPU, call="other")["command"] == "duel bench replace --out 'my file'"
 
 
 def at_80(*shown) -> str:

@@ -261,9 +261,9 @@ def report(
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     versions = {"lightly": importlib.metadata.version("lightly")}
-    results = Results(
-        "peers", device, out, peers=versions, workers=workers, warm_up=warm_up, count=count, length=length
-    )
+    how = {"workers": workers, "warm_up": warm_up, "count": count, "length": length}
+    call = {"methods": methods, "data": data, "compile_peer": compile_peer, **how, **settings}
+    results = Results("peers", device, out, call, peers=versions, **how)
     console = Console()
     for method in methods:
         config = recipes.standard(method)  # type: ignore[arg-type]

@@ -71,12 +71,13 @@ def benchmark(
 ) -> list[dict[str, Any]]:
     """One row per size, score and data; `each` is called with it as soon as it is there."""
     rows = []
+    names = [get(score).name for score in scores]
     for size, count, dim in sizes or [(size, BATCH, dim) for size, dim in SIZES[device.type]]:
         for kind in data if size <= LARGE else data[-1:]:
             memory = pool(kind, size + BATCHES * count, dim, device, seed)
             incoming, memory = memory[size:].reshape(BATCHES, count, dim), memory[:size]
             fifo = _update_time(memory, incoming, "fifo", repeats)
-            for score in scores if size <= LARGE else LARGE_SCORES:
+            for score in names if size <= LARGE else LARGE_SCORES:
                 row = {"size": size, "batch": count, "dim": dim, "data": kind, "score": score, "admit": admit}
                 try:
                     row |= _row(memory, incoming, score, admit, repeats) | {"fifo_update_ms": fifo}
@@ -166,9 +167,10 @@ def report(
     for size in sizes or ():
         if min(size) < 1:
             raise UserError(f"size, batch and dim must be at least 1, got {size}")
-    names = [get(score).name for score in scores or SCORES]
+    names = [get(score).name for score in scores or SCORES]  # a mistake is told before anything is written
     threads = torch.get_num_threads() if device.type == "cpu" else None
-    results = Results("replace", device, out, threads=threads, repeats=repeats)
+    call = {"sizes": sizes, "scores": names, "repeats": repeats, **settings}
+    results = Results("replace", device, out, call, threads=threads, repeats=repeats)
     console = Console()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("replacement", total=None)

@@ -240,7 +240,8 @@ def report(rows: Sequence[Case], *, device: torch.device, out: str | None, **set
     for name in ("count", "length", "repeats"):
         if settings.get(name, 1) < 1:
             raise UserError(f"{name} must be at least 1, got {settings[name]}")
-    results = Results("step", device, out, **settings)
+    call = {"rows": [case.name for case in rows], **settings}
+    results = Results("step", device, out, call, **settings)
     console = Console()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("steps", total=len(rows))
