@@ -190,15 +190,15 @@ def test_an_interruption_before_the_first_step_says_so(
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training.Inputs, "load", interrupted)
-    assert cli.main(["train", *TINY, "--out", "run"]) == cli.INTERRUPTED
-    assert "interrupted: nothing was trained yet; the same command starts again" in capsys.readouterr().err
-    runs.prepare(Path("run"), parsed(*TINY, "--out", "run"), overwrite=False)
-    assert cli.main(["train", "--out", "run", "--resume"]) == cli.INTERRUPTED
-    assert "the same command goes on" in capsys.readouterr().err
-    assert cli.main(["train", *TINY, "--out", "run", "--overwrite"]) == cli.INTERRUPTED
-    assert "the same command starts again" in capsys.readouterr().err
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Inputs, "load", interrupted)
+        assert cli.main(["train", *TINY, "--out", "run"]) == cli.INTERRUPTED
+        assert "interrupted: nothing was trained yet; the same command starts again" in capsys.readouterr().err
+        runs.prepare(Path("run"), parsed(*TINY, "--out", "run"), overwrite=False)
+        assert cli.main(["train", "--out", "run", "--resume"]) == cli.INTERRUPTED
+        assert "the same command goes on" in capsys.readouterr().err
+        assert cli.main(["train", *TINY, "--out", "run", "--overwrite"]) == cli.INTERRUPTED
+        assert "the same command starts again" in capsys.readouterr().err
     monkeypatch.setattr(training.RunLog, "__enter__", interrupted)
     assert cli.main(["train", *TINY, "--out", "new"]) == cli.INTERRUPTED
     assert "start with: duel train --out new --resume" in capsys.readouterr().err

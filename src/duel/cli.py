@@ -111,12 +111,14 @@ class Train:
 
     def run(self) -> int:
         config = TrainConfig(**vars(self.config))  # checked here
+        out = Path(config.run_dir)
+        found = out.exists()
         try:
             from .training import train
 
             result = train(config, resume=self.resume, overwrite=self.overwrite)
         except KeyboardInterrupt as stop:
-            raise KeyboardInterrupt(*(stop.args or [self._not_begun(config)])) from stop
+            raise KeyboardInterrupt(*(stop.args or [self._not_begun(out, new=not found)])) from stop
         if not result.finished:
             return INTERRUPTED
         shown = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k in ("loss", "knn", "memory_largest"))
@@ -125,14 +127,12 @@ class Train:
         print(f"next: duel evaluate {result.run_dir}")
         return 0
 
-    def _not_begun(self, config: TrainConfig) -> str:
-        """What to do after an interruption while data and network are made ready."""
-        from .runs import CONFIG
-
+    def _not_begun(self, out: Path, *, new: bool) -> str:
+        """What to do after an interruption while torch, data and network are made ready; new: `out` was not there."""
         if self.resume:
             return "nothing was trained since the last checkpoint; the same command goes on from there"
-        if not self.overwrite and Path(config.run_dir, CONFIG).exists():
-            return f"nothing was trained yet; start with: duel train --out {config.run_dir} --resume"
+        if new and out.exists() and not self.overwrite:
+            return f"nothing was trained yet; start with: duel train --out {out} --resume"
         return "nothing was trained yet; the same command starts again"
 
 
