@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from duel import encoders, losses
+from duel import encoders, losses, runs
 from duel.benchmarks import floor, images, page, parts, peers, replace, step, timing
 from duel.cli import main
 from duel.errors import UserError
@@ -29,7 +31,7 @@ QUICK = ["--batch-size", "16", "--count", "2", "--length", "1", "--warm-up", "1"
 def test_bench_replace_checks_victims_and_writes_json(tmp_path, capsys):
     out = tmp_path / "bench.json"
     assert main([*REPLACE, "--batch", "1", "16", "--scores", "linear", "gaussian:0.1", "--out", str(out)]) == 0
-    assert "64×16×16" in capsys.readouterr().out
+    assert "64 slots, batch 16, dim 16: ms per batch" in capsys.readouterr().out
     written = json.loads(out.read_text())
     assert written["benchmark"] == "replace"
     assert len(written["rows"]) == 8
@@ -62,6 +64,48 @@ def test_an_interrupted_benchmark_keeps_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(replace, "_row", interrupted)
     assert main([*REPLACE, "--batch", "4", "--scores", "linear", "gaussian:0.1", "--out", str(out)]) == 130
     assert [row["score"] for row in json.loads(out.read_text())["rows"]] == ["linear"]
+
+
+def test_called_from_python_the_call_is_on_record(tmp_path, monkeypatch):
+    settings = {"device": CPU, "sizes": [(32, 4, 8)], "scores": ["gaussian"], "repeats": 1}
+    assert {row["score"] for row in replace.benchmark(**settings)} == {"gaussian:1"}
+    path, failed = replace.report(**settings, out=str(tmp_path / "x.json"), seed=3)
+    assert not failed
+    command = json.loads(path.read_text())["command"]
+    assert command.startswith("duel.benchmarks.replace.report(device='cpu', ")
+    assert "sizes=[(32, 4, 8)], scores=['gaussian:1'], repeats=1, seed=3)" in command
+    monkeypatch.setattr(sys, "argv", ["/bin/duel", "bench", "replace", "--out", "my file"])
+    assert runs.describe(CPU, call="other")["command"] == "duel bench replace --out 'my file'"
+
+
+def at_80(*shown) -> str:
+    console = Console(width=80, file=io.StringIO())
+    console.print(*shown)
+    return console.file.getvalue()
+
+
+def test_tables_fit_80_columns_without_shortening_a_figure():
+    slow = {
+        "size": 1 << 20, "batch": 1024, "dim": 256, "data": "isotropic", "score": "exponential:0.05",
+        "reference_ms": 123456.7, "scratch_ms": 54321.4, "carried_ms": 9876.5, "update_ms": 8765.4,
+        "fifo_update_ms": 0.1234, "update_speedup": 12345.6, "same_victims": 1023,
+    }  # fmt: skip
+    mixed = {**slow, "size": 64, "data": "clusters", "score": "gaussian:0.1+exponential:0.001"}
+    text = at_80(*replace.tables([slow, mixed, {**slow, "error": "x" * 200}]))
+    for figure in ("123,457", "54,321", "9,876", "8,765", "0.123", "12,346", "1,023"):
+        assert text.count(figure) == 2, figure
+    assert "1,048,576 slots, batch 1,024, dim 256: ms per batch" in text
+    assert "failed" in text
+    step_row = {"name": "D-SimCLR 512, refresh 64, reuse, resnet50", "ms": 12345.67, "images_per_s": 123456.0}
+    step_row |= {"peak_gb": 123.45, "ratio": 12.345, "shares": dict.fromkeys(("loss", "encoder", "refresh"), 0.999)}
+    step_text = at_80(step.table([step_row, {"name": "large", "error": "x" * 200}]))
+    for figure in ("12345.67", "123,456", "123.45", "12.345"):
+        assert figure in step_text
+    assert step_text.count("99.9") == 3
+    peer = {"method": "simclr", "what": "compute only", "ours_ms": 1234.5, "lightly_ms": 34567.8, "speedup": 28.0}
+    peers_text = at_80(peers.table([peer]))
+    assert all(figure in peers_text for figure in ("1234.50", "34567.80", "28.00"))
+    assert "…" not in text + step_text + peers_text
 
 
 @pytest.mark.parametrize("wrong", ["victims", "error"])

@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from duel import cli, recipes, runs
+from duel import cli, recipes, runs, training
 from duel.config import TrainConfig
+from duel.messages import as_options
 
 TINY = ["--recipe=demo", "--data=digits", "--steps=4", "--batch-size=16", "--memory-size=32", "--dim=16"]
 
@@ -78,6 +80,11 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
         (["train", "--data", "cifar11"], "did you mean 'cifar10'"),
         (["train", "--data", "cifar10"], "--download"),
         (["evaluate", "nowhere", "--shots", "0"], "shots must be >= 1"),
+        (["evaluate", "nowhere", "--probe-epochs", "0"], "error: --probe-epochs must be >= 1"),
+        (["train", "--batch-size", "0"], "error: --batch-size must be >= 1, got 0"),
+        (["train", "--policy", "fiffo"], "did you mean 'fifo'"),
+        (["train", "--optimizer=sdg"], "did you mean 'sgd'"),
+        (["train", "--augment", "non"], "did you mean 'none'"),
     ],
 )
 def test_mistakes_are_told_without_a_stack_trace(
@@ -88,6 +95,113 @@ def test_mistakes_are_told_without_a_stack_trace(
     assert error.startswith("duel: error: ")
     assert message in error
     assert "Traceback" not in error
+
+
+def test_names_are_checked_before_torch_is_loaded() -> None:
+    code = "import sys; from duel.cli import main; main(['train', *sys.argv[1:]]); print('torch' in sys.modules)"
+    for args in (["--score", "linear+gausian"], ["--policy", "lru"], ["--augment", "digit"], ["--recipe", "papr"]):
+        done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
+        assert "unknown" in done.stderr
+        assert done.stdout.strip() == "False", args
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("batch_size 8 exceeds memory_size 4.", "--batch-size 8 exceeds --memory-size 4."),
+        ("the stream's batch is not the item's stream_batch", "the stream's batch is not the item's --stream-batch"),
+        ("nothing at 'batch_size' or \"batch_size\"", "nothing at 'batch_size' or \"batch_size\""),
+        ("runs/batch_size is there, batch_size.npz too", "runs/batch_size is there, batch_size.npz too"),
+        ("lower --refresh, my_batch_size, batch_sizes", "lower --refresh, my_batch_size, batch_sizes"),
+    ],
+)
+def test_settings_are_told_as_options(said: str, shown: str) -> None:
+    assert as_options(said) == shown
+
+
+def test_flags_have_both_forms_whatever_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not parsed("--no-graph").graph
+    assert parsed("--graph").graph
+    assert parsed("--recipe", "demo", "--tensorboard").tensorboard
+    assert not parsed("--recipe", "demo", "--no-tensorboard").tensorboard
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    text = capsys.readouterr().out
+    for shown in (
+        "--graph, --no-graph", "--recipe {standard,paper,demo}", "--augment {standard,paper,digits,none}",
+        "--policy {duel,fifo,reservoir,random,minred,adaptive,oracle}|None", "--steps INT|None", "--resume ",
+    ):  # fmt: skip
+        assert shown in text, shown
+    assert parsed("--recipe", "demo", "--steps", "None").steps is None
+
+
+def test_a_folder_of_runs_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("fifo", "duel"):
+        Path("demo", name).mkdir(parents=True)
+        Path("demo", name, runs.CONFIG).write_text("{}")
+    for command in ("evaluate", "export"):
+        assert cli.main([command, "demo"]) == cli.USER_MISTAKE
+        assert "demo is not a run directory but holds runs: demo/duel, demo/fifo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("duel train --recipe demo --out 'my run'", "duel train --recipe demo --out 'my run' --overwrite"),
+        ("duel train --recipe demo --overwrite", "duel train --recipe demo --out 'my run' --overwrite"),
+        (None, "duel train --out 'my run' --overwrite, with the settings in my run/config.json"),
+    ],
+)
+def test_where_no_checkpoint_can_be_read_the_way_out_is_told(
+    command: str | None, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path("my run")
+    runs.prepare(run, recipes.demo(), overwrite=False)
+    runs.write_json(run / runs.META, {"attempts": [{"command": command}]})
+    (run / runs.CHECKPOINTS).mkdir()
+    (run / runs.CHECKPOINTS / "step-000000001.pt").write_bytes(b"half")
+    for args in (["evaluate", str(run)], ["train", "--out", str(run), "--resume"]):
+        assert cli.main(args) == cli.USER_MISTAKE
+        assert f"this deletes it and starts again: {shown}\n" in capsys.readouterr().err
+
+
+def test_unreadable_images_are_told_as_a_warning(
+    capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    for name in ("a", "b"):
+        Path("pictures", name).mkdir(parents=True)
+        for i in range(12):
+            Image.new("RGB", (8, 8), (20 * i, 0, 9)).save(f"pictures/{name}/{i}.png")
+        Path("pictures", name, "x.png").write_bytes(b"no image")
+    for how in ("device", "stream"):
+        args = ["--data=pictures", "--image-size=8", f"--residency={how}", "--workers=0", "--out", how, *TINY]
+        assert cli.main(["train", *(a for a in args if a != "--data=digits")]) == 0
+        told = capsys.readouterr().err
+        assert "warning: pictures: " in told
+        assert "unreadable file" in told
+        assert "UserWarning" not in told
+        assert "Notice" not in told
+        assert "np.str_" not in told
+
+
+def test_an_interruption_before_the_first_step_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Inputs, "load", interrupted)
+        assert cli.main(["train", *TINY, "--out", "run"]) == cli.INTERRUPTED
+        assert "interrupted: nothing was trained yet; the same command starts again" in capsys.readouterr().err
+        runs.prepare(Path("run"), parsed(*TINY, "--out", "run"), overwrite=False)
+        assert cli.main(["train", "--out", "run", "--resume"]) == cli.INTERRUPTED
+        assert "the same command goes on" in capsys.readouterr().err
+        assert cli.main(["train", *TINY, "--out", "run", "--overwrite"]) == cli.INTERRUPTED
+        assert "the same command starts again" in capsys.readouterr().err
+    monkeypatch.setattr(training.RunLog, "__enter__", interrupted)
+    assert cli.main(["train", *TINY, "--out", "new"]) == cli.INTERRUPTED
+    assert "start with: duel train --out new --resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from duel import recipes
+from duel import names, policies, recipes, scores
 from duel.config import MethodName, TrainConfig
+from duel.data import PRESETS
 from duel.errors import UserError
 from duel.optimizers import LARS, Schedule, build_optimizer, learning_rate
 
@@ -41,11 +42,31 @@ from duel.optimizers import LARS, Schedule, build_optimizer, learning_rate
         ({"method": "d-moco", "space": "backbones"}, "did you mean 'backbone'"),
         ({"method": "moco", "refresh": 9999}, "refresh must be at most memory_size = 4096"),
         ({"source": "memory", "memory_size": 64}, "batch_size 256 exceeds memory_size 64"),
+        ({"source": "memory", "memory_size": 64, "refresh": 99}, "batch_size 256 exceeds memory_size 64"),
+        ({"batch_size": 1}, "batch_size must be >= 2 with method 'simclr', got 1: .* give it a policy"),
+        ({"batch_size": 1, "source": "memory"}, "or give it memory_negatives"),
+        ({"policy": "duell"}, "did you mean 'duel'"),
+        ({"augment": "standrd"}, "did you mean 'standard'"),
+        ({"method": "moco", "key_batchnorm": "bach"}, "did you mean 'batch'"),
+        ({"score": "gausian:1"}, "did you mean 'gaussian'.*exponential:TAU"),
+        ({"score": "linear+gaussian:x"}, "must be a number"),
+        ({"score": "exponential:1e9"}, "tau of the exponential score must lie between"),
     ],
 )
 def test_mistakes_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         TrainConfig(**settings)
+
+
+def test_one_image_is_enough_where_negatives_come_from_elsewhere() -> None:
+    for settings in ({"policy": "fifo"}, {"method": "d-simclr"}, {"method": "moco"}, {"method": "byol"}):
+        assert TrainConfig(batch_size=1, **settings).batch_size == 1  # type: ignore[arg-type]
+
+
+def test_names_are_those_of_what_they_name() -> None:
+    assert set(names.POLICIES) == set(policies.POLICIES)
+    assert set(get_args(names.AugmentName)) == set(PRESETS)
+    assert all(scores.get(name).kind == name for name in names.SCORES)
 
 
 def test_json_round_trip() -> None:

@@ -170,10 +170,13 @@ def test_online_measures_are_those_of_the_encoder_as_it_is(sources):
 
 
 def test_tables_show_per_cent(result):
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(table(result), class_table(result))
     text = console.export_text()
     assert f"{100 * result['probe']:.2f} %" in text
+    assert f"{100 * result['without_reestimation']['knn']:.2f} %" in text
+    assert "BatchNorm as trained" in text
+    assert "…" not in text
     assert "k 200" in text
     assert "5-shot" in text
     assert "blob 3" in text

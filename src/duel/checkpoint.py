@@ -100,9 +100,7 @@ def load_latest(
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
-        raise CheckpointError(
-            f"no checkpoint in {folder} can be read: " + "; ".join(problems) + ". Start again with --overwrite"
-        )
+        raise CheckpointError(f"no checkpoint in {folder} can be read: " + "; ".join(problems))
     return None, {}, []
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Union
+from typing import Annotated, Any, Literal, Protocol, Union, get_type_hints
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
@@ -17,8 +18,11 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
 from . import recipes
 from .benchmarks.commands import Benchmark
 from .config import TrainConfig
-from .errors import UserError
+from .config_checks import choices
+from .errors import UserError, suggest
 from .evaluation.settings import EvaluationSettings
+from .messages import as_options, plain_warnings
+from .names import POLICIES
 
 USER_MISTAKE, INTERRUPTED = 2, 130
 RunDir = Annotated[Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
@@ -30,6 +34,15 @@ class _Training(TrainConfig):
 
     def __post_init__(self) -> None:
         """No checks while parsing: they are made by `run`, where a mistake is reported in our own words."""
+
+
+# The help says INT|None rather than tyro's {None}|INT, and which recipes and policies there are.
+_SHOWN = {"int | None": "INT|None", "float | None": "FLOAT|None", "str | None": "STR|None"}
+_METAVARS = {f.name: _SHOWN[str(f.type)] for f in dataclasses.fields(TrainConfig) if str(f.type) in _SHOWN}
+_METAVARS |= {"recipe": f"{{{','.join(recipes.RECIPES)}}}", "policy": f"{{{','.join(POLICIES)}}}|None"}
+for _name, _hint in get_type_hints(TrainConfig).items():
+    if _name in _METAVARS:
+        _Training.__annotations__[_name] = Annotated[_hint, tyro.conf.arg(metavar=_METAVARS[_name])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +104,21 @@ class Train:
     """
 
     config: OmitArgPrefixes[_Training] = field(default_factory=_Training)
-    resume: bool = False
+    resume: FlagCreatePairsOff[bool] = False
     """Continue the run in --out from its newest good checkpoint, with the settings it was started with."""
-    overwrite: bool = False
+    overwrite: FlagCreatePairsOff[bool] = False
     """Replace the run that --out holds."""
 
     def run(self) -> int:
         config = TrainConfig(**vars(self.config))  # checked here
-        from .training import train
+        out = Path(config.run_dir)
+        found = out.exists()
+        try:
+            from .training import train
 
-        result = train(config, resume=self.resume, overwrite=self.overwrite)
+            result = train(config, resume=self.resume, overwrite=self.overwrite)
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(*(stop.args or [self._not_begun(out, new=not found)])) from stop
         if not result.finished:
             return INTERRUPTED
         shown = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k in ("loss", "knn", "memory_largest"))
@@ -108,6 +126,14 @@ class Train:
         print(f"run directory: {result.run_dir}")
         print(f"next: duel evaluate {result.run_dir}")
         return 0
+
+    def _not_begun(self, out: Path, *, new: bool) -> str:
+        """What to do after an interruption while torch, data and network are made ready; new: `out` was not there."""
+        if self.resume:
+            return "nothing was trained since the last checkpoint; the same command goes on from there"
+        if new and out.exists() and not self.overwrite:
+            return f"nothing was trained yet; start with: duel train --out {out} --resume"
+        return "nothing was trained yet; the same command starts again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,13 +277,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status; a user's mistake is printed without a stack trace."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        command = _parse(args)
-        return command.run()
+        with plain_warnings():
+            return _parse(args).run()
     except UserError as error:
-        print(f"duel: error: {error}", file=sys.stderr)
+        print(f"duel: error: {as_options(str(error))}", file=sys.stderr)
         return USER_MISTAKE
-    except KeyboardInterrupt:
-        print("duel: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(": ".join(["duel: interrupted", *map(str, stop.args)]), file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -273,14 +299,15 @@ def _parse(args: list[str]) -> Command:
         options: dict[str, Any] = {"description": text if args[:1] == [name] else text.splitlines()[0]}
         if kind is Train and args[:1] == ["train"]:
             options["default"] = Train(config=_Training(**vars(_defaults(args[1:]))))
-        kinds.append(Annotated[kind, tyro.conf.subcommand(name, **options)])  # type: ignore[valid-type]
+        marks = () if kind is Train else (FlagCreatePairsOff,)  # a recipe may set a flag, so train has both forms
+        kinds.append(Annotated[kind, tyro.conf.subcommand(name, **options), *marks])  # type: ignore[valid-type]
     union: Any = Union[tuple(kinds)]  # noqa: UP007  # built at run time, which X | Y cannot be
     command: Command = tyro.cli(
         union,
         args=args or ["--help"],
         prog="duel",
         description=_ABOUT,
-        config=(FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
+        config=(tyro.conf.OmitSubcommandPrefixes,),
     )
     return command
 
@@ -288,8 +315,9 @@ def _parse(args: list[str]) -> Command:
 def _defaults(args: list[str]) -> TrainConfig:
     """First pass over the options of `train`: what the recipe, or the run to be resumed, says about all the others."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for option in ("--recipe", "--method", "--data", "--source", "--out", "--batch-size"):
-        first.add_argument(option)
+    accepted = choices(TrainConfig)
+    for name in ("recipe", "data", "out", "batch_size", *accepted):
+        first.add_argument(f"--{name.replace('_', '-')}")
     for flag in ("--resume", "--overwrite", "--help", "-h"):
         first.add_argument(flag, action="store_true", dest=flag.lstrip("-"))
     dashed = []
@@ -300,12 +328,16 @@ def _defaults(args: list[str]) -> TrainConfig:
         given, _ = first.parse_known_args(dashed)
     except argparse.ArgumentError:
         return TrainConfig()  # an option without its value: the second pass says so
+    for name, words in accepted.items():
+        word = getattr(given, name)
+        if word is not None and word not in map(str, words):
+            raise UserError(suggest(name, word, map(str, words)))
     if given.resume and given.out and not given.help:
         from .runs import load_config  # needs torch, as the training that follows does
 
         return load_config(Path(given.out))
     named = {"method": given.method, "data": given.data, "source": given.source}
-    choices: dict[str, Any] = {k: v for k, v in named.items() if v is not None}
+    chosen: dict[str, Any] = {k: v for k, v in named.items() if v is not None}
     if given.batch_size is not None and given.batch_size.isdigit() and int(given.batch_size) > 0:
-        choices["batch_size"] = int(given.batch_size)
-    return recipes.recipe(given.recipe or "standard", **choices)
+        chosen["batch_size"] = max(2, int(given.batch_size))  # one image is enough for some, which a recipe cannot tell
+    return recipes.recipe(given.recipe or "standard", **chosen)

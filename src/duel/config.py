@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from .config_checks import check
 from .errors import UserError, suggest
+from .names import AugmentName, MethodName, OptimizerName
 
-MethodName = Literal["simclr", "moco", "simsiam", "byol", "d-simclr", "d-moco"]
-OptimizerName = Literal["adam", "adamw", "sgd", "lars"]
+__all__ = ["MethodName", "OptimizerName", "TrainConfig"]
 
 # How a run is carried out and watched; changing it on resume leaves the result what it would have been.
 _FREE = {"free": True}
@@ -69,8 +69,8 @@ class TrainConfig:
     """Class weights for bias_kind weights; scaled to sum to 1."""
     dwell: int = 1
     """Show every drawn item as this many consecutive, nearly identical frames."""
-    augment: str = "standard"
-    """Augmentation preset: standard (SimCLR's), paper (no crop), digits."""
+    augment: AugmentName = "standard"
+    """Augmentation: standard (SimCLR's), paper (no crop), digits (no mirror, no hue), none."""
 
     # Encoder -----------------------------------------------------------------------------------------------
     backbone: str = "resnet18"
@@ -116,9 +116,9 @@ class TrainConfig:
     memory_size: int = 4096
     """Slots of the working memory (moco, d-simclr, simclr with a policy, and every method with source memory)."""
     policy: str | None = None
-    """Who leaves: fifo, duel, reservoir, random, minred, adaptive. None: duel for the d- methods, else fifo. simclr
-    given a policy gets a memory of images as further negatives, as d-simclr has. oracle is a control for measuring
-    only: it sees the labels and keeps the classes in memory balanced."""
+    """Who leaves. None: duel for the d- methods, else fifo. simclr given a policy gets a memory of images as further
+    negatives, as d-simclr has. oracle is a control for measuring only: it sees the labels and keeps the classes in
+    memory balanced."""
     score: str = "gaussian:0.1"
     """Collision score of the duel policy: linear, quadratic, gaussian:TAU, exponential:TAU, or a mix A+B."""
     admit: Literal["always", "compete"] = "always"

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from .errors import UserError, suggest
+from .names import POLICIES, score_parts
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -27,9 +28,10 @@ _OF_THE_MEMORY = (
 def check(config: TrainConfig) -> None:
     """Raise UserError with what was given, what is accepted and what to do."""
     kind: type = type(config)
-    for name, choices in _choices(kind).items():
-        if getattr(config, name) not in choices:
-            raise UserError(suggest(name, getattr(config, name), choices))
+    for name, accepted in choices(kind).items():
+        if getattr(config, name) not in accepted:
+            raise UserError(suggest(name, getattr(config, name), map(str, accepted)))
+    score_parts(config.score)
     for name in ("batch_size", "dwell", "dim", "memory_size", "log_every", "checkpoint_every", "keep"):
         _at_least(config, name, 1)
     optional = ("steps", "image_size", "hidden", "batchnorm_groups", "predictor_hidden", "max_age", "stream_batch")
@@ -54,6 +56,12 @@ def check(config: TrainConfig) -> None:
     if any(w < 0 or not math.isfinite(w) for w in config.weights) or (config.weights and not any(config.weights)):
         raise UserError(f"weights must be >= 0 and not all zero, got {config.weights}")
     _check_memory(config)
+    if config.base_method == "simclr" and not config.negatives_from_memory and config.batch_size < 2:
+        memory = "memory_negatives" if config.source == "memory" else "a policy and so a memory"
+        raise UserError(
+            f"batch_size must be >= 2 with method {config.method!r}, got {config.batch_size}: its negatives are the "
+            f"other images of the batch, and there would be none; enlarge batch_size or give it {memory}"
+        )
 
 
 def _check_memory(config: TrainConfig) -> None:
@@ -65,7 +73,12 @@ def _check_memory(config: TrainConfig) -> None:
                 f"method {config.method!r} keeps no memory, so {', '.join(idle)} would do nothing; leave that out, "
                 "use --source memory, a method with a memory (moco, d-moco, d-simclr), or --policy with simclr"
             )
-    elif config.refresh > config.memory_size:
+    if config.source == "memory" and config.batch_size > config.memory_size:
+        raise UserError(
+            f"batch_size {config.batch_size} exceeds memory_size {config.memory_size}: with source memory "
+            "a batch is drawn from the memory without replacement; enlarge memory_size or shrink batch_size"
+        )
+    if config.has_memory and config.refresh > config.memory_size:
         raise UserError(
             f"refresh must be at most memory_size = {config.memory_size}, got {config.refresh}; lower --refresh"
         )
@@ -93,18 +106,17 @@ def _check_memory(config: TrainConfig) -> None:
         )
     if config.memory_images == "host" and not config.memory_holds_images:
         raise UserError("memory_images host: this memory holds embeddings only; leave it out, or set refresh")
-    if config.source == "memory" and config.batch_size > config.memory_size:
-        raise UserError(
-            f"batch_size {config.batch_size} exceeds memory_size {config.memory_size}: with source memory "
-            "a batch is drawn from the memory without replacement; enlarge memory_size or shrink batch_size"
-        )
 
 
 @functools.cache
-def _choices(kind: type) -> dict[str, tuple[Any, ...]]:
-    """The accepted values of every setting that is one of a few words."""
-    hints = get_type_hints(kind)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+def choices(kind: type) -> dict[str, tuple[Any, ...]]:
+    """The accepted values of every setting that is one of a few words, or such a word or None."""
+    found: dict[str, tuple[Any, ...]] = {"policy": (*POLICIES, None)}
+    for name, hint in get_type_hints(kind).items():
+        for part in (hint, *get_args(hint)):
+            if get_origin(part) is Literal:
+                found[name] = get_args(part) if part is hint else (*get_args(part), None)
+    return found
 
 
 def _at_least(config: TrainConfig, name: str, least: float) -> None:

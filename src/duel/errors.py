@@ -10,9 +10,13 @@ class UserError(ValueError):
     """A mistake in what was given. The message says what was given, what is accepted and what to do."""
 
 
-def suggest(what: str, name: object, valid: Iterable[str]) -> str:
-    """The message for an unknown name: the nearest valid one, if any is near, and the whole list."""
+class Notice(UserWarning):
+    """Something a user should know although the work goes on. The command line prints it as one `warning: …`."""
+
+
+def suggest(what: str, name: object, valid: Iterable[str], *, shown: Iterable[str] | None = None) -> str:
+    """The message for an unknown name: the nearest valid one, if any is near, and the whole list (as in `shown`)."""
     names = list(valid)
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ";"
-    return f"unknown {what} {name!r}{hint} valid: {', '.join(names)}"
+    return f"unknown {what} {name!r}{hint} valid: {', '.join(names if shown is None else shown)}"

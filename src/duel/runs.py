@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from . import checkpoint
 from .checkpoint import atomic
 from .config import TrainConfig
 from .errors import UserError
@@ -72,12 +74,35 @@ def prepare(out: Path, config: TrainConfig, *, overwrite: bool) -> None:
 def load_config(run: Path) -> TrainConfig:
     path = run / CONFIG
     if not path.is_file():
+        inside = sorted(str(found.parent) for found in run.glob(f"*/{CONFIG}"))
+        if inside:
+            raise UserError(f"{run} is not a run directory but holds runs: {', '.join(inside)}; give one of them")
         raise UserError(f"{run} is not a run directory: it has no {CONFIG}. `duel train --out {run}` makes one")
     try:
         values = json.loads(path.read_text())
         return TrainConfig.from_dict(values)
     except (json.JSONDecodeError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read as a config ({error}); restore it or start again") from error
+
+
+def load_latest(run: Path, *, map_location: Any = "cpu") -> tuple[Path | None, dict[str, Any], list[str]]:
+    """`checkpoint.load_latest` of a run; where none can be read, the message says how to start again."""
+    try:
+        return checkpoint.load_latest(run / CHECKPOINTS, map_location=map_location)
+    except checkpoint.CheckpointError as error:
+        raise checkpoint.CheckpointError(
+            f"{error}. The run cannot be used any more; this deletes it and starts again: {_anew(run)}"
+        ) from error
+
+
+def _anew(run: Path) -> str:
+    """The command that trains a run from the beginning, as far as it is on record."""
+    first = (read_meta(run).get("attempts") or [{}])[0]
+    words = [w for w in shlex.split(first.get("command") or "") if w not in ("--overwrite", "--resume")]
+    if words[:2] != ["duel", "train"]:
+        return f"duel train --out {shlex.quote(str(run))} --overwrite, with the settings in {run / CONFIG}"
+    named = any(word == "--out" or word.startswith("--out=") for word in words)
+    return shlex.join([*words, *([] if named else ["--out", str(run)]), "--overwrite"])
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -94,8 +119,11 @@ def read_meta(run: Path) -> dict[str, Any]:
     return meta
 
 
-def describe(device: Any) -> dict[str, Any]:
-    """Where a result comes from: versions, commit, hardware and command. `device` is a torch.device."""
+def describe(device: Any, call: str | None = None) -> dict[str, Any]:
+    """Where a result comes from: versions, commit, hardware and command. `device` is a torch.device.
+
+    call: what stands for the command where Python called, not the command line.
+    """
     import torch
 
     hardware: dict[str, Any] = {
@@ -110,11 +138,17 @@ def describe(device: Any) -> dict[str, Any]:
         hardware |= {"gpu": properties.name, "gpu_memory_gb": round(properties.total_memory / 2**30, 1)}
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["duel", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "duel" else None,
+        "command": shlex.join(["duel", *sys.argv[1:]]) if _by_command_line() else call,
         "commit": _commit(),
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **_versions()},
         "hardware": hardware,
     }
+
+
+def _by_command_line() -> bool:
+    """Whether this process is `duel …` or `python -m duel …`."""
+    program = Path(sys.argv[0])
+    return program.stem == "duel" or program == Path(__file__).with_name("__main__.py")
 
 
 def _versions() -> dict[str, str | None]:

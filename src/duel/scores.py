@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duel.errors import UserError, suggest
+from duel.errors import UserError
+from duel.names import SCORE_FORMS, check_width, score_parts
 
 ScoreLike = "Score | str | Callable[[Tensor], Tensor]"
 
@@ -87,8 +88,7 @@ quadratic = Score("quadratic", "quadratic")
 
 def shape_parameters(kind: str, tau: float) -> tuple[float, float, float]:
     """(width, floor, scale) of a gaussian or exponential score of width τ, so that h(-1) = 0 and h(1) = 1."""
-    if not 1e-5 <= tau <= 100:  # outside, float32 cannot tell the score from a step or from a straight line
-        raise UserError(f"tau of the {kind} score must lie between 1e-5 and 100, got {tau!r}")
+    check_width(kind, tau)
     floor = math.exp((-4.0 if kind == "gaussian" else -2.0) / tau)
     return -1.0 / tau, floor, 1.0 / (1.0 - floor)
 
@@ -124,9 +124,6 @@ def mix(*parts: Score | str) -> Score:
     return Score("+".join(score.name for score in scores), "mix", function=mean)
 
 
-NAMES = ("linear", "quadratic", "gaussian", "exponential")
-
-
 def get(score: Any) -> Score:
     """The score that a name, a `name:tau` string, a Score or a callable stands for."""
     if isinstance(score, Score):
@@ -137,26 +134,18 @@ def get(score: Any) -> Score:
         return score()  # type: ignore[no-any-return]  # the factory itself was given: its default width
     if callable(score):
         return _checked(score)
-    raise UserError(f"score must be a name ({', '.join(NAMES)}), a Score or a callable, got {score!r}")
+    raise UserError(f"score must be a name ({', '.join(SCORE_FORMS)}), a Score or a callable, got {score!r}")
 
 
 def _from_name(text: str) -> Score:
-    if "+" in text:
-        return mix(*text.split("+"))
-    name, _, tau = text.partition(":")
-    if name not in NAMES:
-        raise UserError(suggest("score", name, NAMES))
-    if not tau:
-        return {"linear": linear, "quadratic": quadratic}.get(name) or (
-            gaussian() if name == "gaussian" else exponential()
-        )
-    if name in ("linear", "quadratic"):
-        raise UserError(f"score {name!r} has no width, got {text!r}; write {name!r}")
-    try:
-        width = float(tau)
-    except ValueError:
-        raise UserError(f"score {text!r}: the part after ':' must be a number, for example '{name}:0.1'") from None
-    return _with_width(name, width)
+    parts = [_named(name, tau) for name, tau in score_parts(text)]
+    return parts[0] if len(parts) == 1 else mix(*parts)
+
+
+def _named(name: str, tau: float | None) -> Score:
+    if tau is not None:
+        return _with_width(name, tau)
+    return get({"linear": linear, "quadratic": quadratic, "gaussian": gaussian, "exponential": exponential}[name])
 
 
 def _checked(function: Callable[[Tensor], Tensor]) -> Score:

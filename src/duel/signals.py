@@ -9,6 +9,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 TIME_LIMIT = "the time limit"
+AT_ONCE = "at once, so that the steps since the last checkpoint are lost"
 
 
 class StopRequest:
@@ -44,7 +45,7 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._asked and self.name != TIME_LIMIT:
             self._restore()
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(AT_ONCE)
         self._asked = True
         self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 

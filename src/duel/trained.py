@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from . import checkpoint, runs
+from . import runs
 from .config import TrainConfig
 from .encoders import Encoder
 from .errors import UserError
@@ -51,7 +51,7 @@ def load_trained(run: str | os.PathLike[str]) -> Trained:
     """The encoder of the newest good checkpoint in a run directory."""
     out = Path(run)
     config = runs.load_config(out)
-    path, state, problems = checkpoint.load_latest(out / runs.CHECKPOINTS)
+    path, state, problems = runs.load_latest(out)
     if path is None:
         raise UserError(f"{out} has no checkpoint yet; train it first: duel train --out {out} --resume")
     channels, height, width = state["image_shape"]

@@ -110,7 +110,7 @@ def _restore(step: TrainingStep, out: Path, console: Console) -> float:
     """Put the newest good checkpoint into `step`; returns the seconds spent before it."""
     # images that are kept on the host may not fit on the device
     where = "cpu" if step.config.memory_images == "host" else step.device
-    path, state, problems = checkpoint.load_latest(out / runs.CHECKPOINTS, map_location=where)
+    path, state, problems = runs.load_latest(out, map_location=where)
     for problem in problems:
         console.print(f"warning: {problem}; falling back to the one before it", soft_wrap=True, markup=False)
     if path is None:

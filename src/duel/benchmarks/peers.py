@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from duel import encoders, recipes
-from duel.benchmarks import images, parts
+from duel.benchmarks import images, parts, tables
 from duel.benchmarks.results import Results
 from duel.benchmarks.step import is_compiled
 from duel.benchmarks.timing import capture, windows
@@ -261,9 +261,9 @@ def report(
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     versions = {"lightly": importlib.metadata.version("lightly")}
-    results = Results(
-        "peers", device, out, peers=versions, workers=workers, warm_up=warm_up, count=count, length=length
-    )
+    how = {"workers": workers, "warm_up": warm_up, "count": count, "length": length}
+    call = {"methods": methods, "data": data, "compile_peer": compile_peer, **how, **settings}
+    results = Results("peers", device, out, call, peers=versions, **how)
     console = Console()
     for method in methods:
         config = recipes.standard(method)  # type: ignore[arg-type]
@@ -294,14 +294,7 @@ def _available(config: TrainConfig) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Any:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    shown = Table(title="A training step, ms", box=SIMPLE, pad_edge=False)
-    for title in ("method", "what"):
-        shown.add_column(title)
-    for title in ("ours", "lightly", "lightly / ours"):
-        shown.add_column(title, justify="right")
+    shown = tables.table("A training step, ms", ("method", "what"), ("ours", "lightly", "lightly / ours"))
     for row in rows:
         shown.add_row(row["method"], row["what"], *cells(row))
     return shown

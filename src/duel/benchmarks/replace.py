@@ -9,19 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from duel.benchmarks.results import Results
+from duel.benchmarks.tables import table
 from duel.benchmarks.timing import milliseconds
 from duel.errors import UserError
 from duel.memory import WorkingMemory
 from duel.policies import Duel
 from duel.replacement import expected_duplicates, replace_unchecked
 from duel.scores import get
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 #: The literal loop is run, and timed, up to so many slots.
 LITERAL = 4096
@@ -67,12 +71,13 @@ def benchmark(
 ) -> list[dict[str, Any]]:
     """One row per size, score and data; `each` is called with it as soon as it is there."""
     rows = []
+    names = [get(score).name for score in scores]
     for size, count, dim in sizes or [(size, BATCH, dim) for size, dim in SIZES[device.type]]:
         for kind in data if size <= LARGE else data[-1:]:
             memory = pool(kind, size + BATCHES * count, dim, device, seed)
             incoming, memory = memory[size:].reshape(BATCHES, count, dim), memory[:size]
             fifo = _update_time(memory, incoming, "fifo", repeats)
-            for score in scores if size <= LARGE else LARGE_SCORES:
+            for score in names if size <= LARGE else LARGE_SCORES:
                 row = {"size": size, "batch": count, "dim": dim, "data": kind, "score": score, "admit": admit}
                 try:
                     row |= _row(memory, incoming, score, admit, repeats) | {"fifo_update_ms": fifo}
@@ -150,7 +155,7 @@ def report(
     repeats: int,
     **settings: Any,
 ) -> tuple[Path, list[str]]:
-    """What `duel bench replace` does: a progress line per row, a table, and the figures as JSON.
+    """What `duel bench replace` does: a progress line per row, a table per size, and the figures as JSON.
 
     Returns the file and a line for every row that failed or whose victims are not the oracle's.
     """
@@ -162,9 +167,10 @@ def report(
     for size in sizes or ():
         if min(size) < 1:
             raise UserError(f"size, batch and dim must be at least 1, got {size}")
-    names = [get(score).name for score in scores or SCORES]
+    names = [get(score).name for score in scores or SCORES]  # a mistake is told before anything is written
     threads = torch.get_num_threads() if device.type == "cpu" else None
-    results = Results("replace", device, out, threads=threads, repeats=repeats)
+    call = {"sizes": sizes, "scores": names, "repeats": repeats, **settings}
+    results = Results("replace", device, out, call, threads=threads, repeats=repeats)
     console = Console()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("replacement", total=None)
@@ -174,7 +180,8 @@ def report(
             results.add(row)
 
         benchmark(device=device, sizes=sizes, scores=names, repeats=repeats, each=each, **settings)
-    console.print(table(results.rows))
+    for made in tables(results.rows):
+        console.print(made, "")
     return results.path, failures(results.rows)
 
 
@@ -193,32 +200,27 @@ def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def table(rows: Sequence[dict[str, Any]]) -> Any:
-    """The figures in milliseconds; a dash where one was not taken."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
+def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    """One table per size, in milliseconds; a dash where a figure was not taken."""
     columns = {
-        "reference": "reference_ms", "scratch": "scratch_ms", "carried": "carried_ms", "update": "update_ms",
+        "loop": "reference_ms", "scratch": "scratch_ms", "carried": "carried_ms", "update": "update_ms",
         "FIFO": "fifo_update_ms", "ratio": "update_speedup", "same": "same_victims",
     }  # fmt: skip
-    shown = Table(
-        title="Replacing a batch, ms",
-        caption="reference: the paper's loop; scratch, carried: replace() without and with N of the last batch; "
-        "update, FIFO: WorkingMemory.update; ratio: reference / update; same: victims equal to the reference's",
-        box=SIMPLE,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for title in ("slots×batch×dim", "data", "score"):
-        shown.add_column(title, no_wrap=True)
-    for title in columns:
-        shown.add_column(title, justify="right", no_wrap=True)
+    made: dict[tuple[int, int, int], Table] = {}
     for row in rows:
-        where = (f"{row['size']}×{row['batch']}×{row['dim']}", row["data"], row["score"])
-        figures = [row["error"]] if "error" in row else [_shown(row.get(key)) for key in columns.values()]
-        shown.add_row(*where, *figures)
-    return shown
+        size, batch, dim = place = row["size"], row["batch"], row["dim"]
+        if place not in made:
+            title = f"{size:,} slots, batch {batch:,}, dim {dim:,}: ms per batch"
+            made[place] = table(title, ("data", "score"), tuple(columns))
+        figures = ["failed"] if "error" in row else [_shown(row.get(key)) for key in columns.values()]
+        made[place].add_row(row["data"], row["score"], *figures)
+    if made:
+        last = made[place]
+        last.caption = (
+            "loop: the paper's; scratch, carried: replace() without and with N of the last batch; update, FIFO: "
+            "WorkingMemory.update; ratio: loop / update; same: victims equal to the oracle's"
+        )
+    return list(made.values())
 
 
 def _shown(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,18 @@ from duel.runs import describe, write_json
 class Results:
     """Rows in a JSON file that is rewritten with each of them, so that an interrupted benchmark keeps what it has."""
 
-    def __init__(self, benchmark: str, device: torch.device, out: str | None = None, **about: Any) -> None:
+    def __init__(
+        self, benchmark: str, device: torch.device, out: str | None, call: Mapping[str, Any], **about: Any
+    ) -> None:
+        """call: the arguments of the module's `report`, for the record where the command line was not used."""
         self.path = Path(out or f"runs/bench-{benchmark}-{device.type}.json")
         self.rows: list[dict[str, Any]] = []
-        self._head = {"benchmark": benchmark, **describe(device), **about}
+        given = ", ".join(f"{name}={value!r}" for name, value in {"device": str(device), "out": out, **call}.items())
+        self._head = {
+            "benchmark": benchmark,
+            **describe(device, call=f"duel.benchmarks.{benchmark}.report({given})"),
+            **about,
+        }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from duel import demo, recipes
-from duel.benchmarks import images
+from duel.benchmarks import images, tables
 from duel.benchmarks.parts import parts
 from duel.benchmarks.results import Results
 from duel.benchmarks.timing import windows
@@ -240,7 +240,8 @@ def report(rows: Sequence[Case], *, device: torch.device, out: str | None, **set
     for name in ("count", "length", "repeats"):
         if settings.get(name, 1) < 1:
             raise UserError(f"{name} must be at least 1, got {settings[name]}")
-    results = Results("step", device, out, **settings)
+    call = {"rows": [case.name for case in rows], **settings}
+    results = Results("step", device, out, call, **settings)
     console = Console()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("steps", total=len(rows))
@@ -258,22 +259,15 @@ def report(rows: Sequence[Case], *, device: torch.device, out: str | None, **set
 
 def table(rows: Sequence[dict[str, Any]]) -> Any:
     """Milliseconds, images and memory per row, the ratio to its plain row, and the share of each part in per cent."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    shown = Table(
-        title="Training steps",
+    shown = tables.table(
+        "Training steps",
+        ("",),
+        COLUMNS,
         caption="ratio: to the plain row above; then shares of the step in %, each part measured by itself: "
         "sampling and augmentation, encoder with optimizer and momentum copy, loss, replacement, refresh",
-        box=SIMPLE,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
     )
-    shown.add_column("", min_width=16)
-    for title in COLUMNS:
-        shown.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        shown.add_row(row["name"], *([row["error"]] if "error" in row else cells(row)))
+        shown.add_row(row["name"], *(["failed"] if "error" in row else cells(row)))
     return shown
 
 

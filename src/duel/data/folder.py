@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from duel.data.sources import RESIDENT_BYTES, ArraySource, Residency, Source, Split, own_split
-from duel.errors import UserError
+from duel.errors import Notice, UserError
 
 EXTENSIONS = frozenset(
     f".{e}"
@@ -90,7 +90,7 @@ class FolderSource:
                 try:
                     if item in self._bad:
                         raise OSError("found unreadable before")
-                    decoded[item] = decode(self.paths[item], self.shape[1])
+                    decoded[item] = decode(str(self.paths[item]), self.shape[1])
                 except MemoryError:
                     raise
                 except Exception as error:
@@ -131,7 +131,8 @@ def _warn(name: str, lines: Iterable[str], shown: int = 5) -> None:
     lines = list(lines)
     more = f"\n  … and {len(lines) - shown} more" if len(lines) > shown else ""
     listed = "".join(f"\n  {line}" for line in lines[:shown])
-    warnings.warn(f"{name}: {len(lines)} unreadable file{'s' * (len(lines) > 1)} skipped:{listed}{more}", stacklevel=3)
+    told = f"{name}: {len(lines)} unreadable file{'s' * (len(lines) > 1)} skipped:{listed}{more}"
+    warnings.warn(told, Notice, stacklevel=3)
 
 
 def _files(folder: Path) -> list[Path]:

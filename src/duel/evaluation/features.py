@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from duel.errors import UserError
+from duel.errors import Notice, UserError
 from duel.evaluation.progress import ProgressLike, bars
 from duel.evaluation.settings import DEFAULTS
 
@@ -199,7 +199,7 @@ class FeatureCache:
                     features: Tensor = stored["features"]
                     return features
             except Exception as error:  # torn or foreign file: whatever is wrong with it, computing again mends it
-                warnings.warn(f"{path} is unreadable and will be written anew ({error})", stacklevel=2)
+                warnings.warn(f"{path} is unreadable and will be written anew ({error})", Notice, stacklevel=2)
         features = compute()
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
@@ -209,5 +209,5 @@ class FeatureCache:
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
-            warnings.warn(f"features are not cached: {path} could not be written ({error})", stacklevel=2)
+            warnings.warn(f"features are not cached: {path} could not be written ({error})", Notice, stacklevel=2)
         return features

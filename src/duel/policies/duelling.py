@@ -9,6 +9,7 @@ from torch import Tensor
 
 from duel import scores
 from duel.errors import UserError, suggest
+from duel.names import WIDE_SCORES
 from duel.policies.base import Policy, takes_part
 from duel.replacement import check_engine, check_names, expected_duplicates, replace_unchecked
 from duel.replacement.units import compute_dtype, exact_products, exchange_units, exponent, widened
@@ -160,8 +161,8 @@ class AdaptiveDuel(Duel):
         engine: str = "auto",
         max_age: int | None = None,
     ) -> None:
-        if kind not in ("gaussian", "exponential"):
-            raise UserError(suggest("kind of adaptive score", kind, ("gaussian", "exponential")))
+        if kind not in WIDE_SCORES:
+            raise UserError(suggest("kind of adaptive score", kind, WIDE_SCORES))
         if not 0 < target < 1:
             raise UserError(f"target must be a share of the memory between 0 and 1, got {target}")
         if every < 1:
