@@ -110,7 +110,11 @@ def test_how_the_memory_is_encoded() -> None:
 
     assert how(method="d-moco") == (True, True)  # the keys of the step
     assert how(method="d-moco", memory_view="clean") == (False, False)
-    assert how(method="d-moco", refresh=64) == (False, False)
+    assert how(method="d-moco", refresh=64) == (True, True)
+    assert how(method="d-moco", refresh=64, memory_view="clean") == (False, False)
+    assert how(method="moco", source="memory") == (True, False)
+    assert TrainConfig(method="moco", refresh=64).method_settings == {"key_batchnorm": "running"}
+    assert TrainConfig(method="moco").method_settings == {}
     assert how(method="d-simclr") == (False, False)
     assert how(method="d-simclr", memory_view="augmented") == (True, False)
     assert how(method="d-simclr", reuse_newcomers=True) == (True, True)

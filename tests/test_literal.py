@@ -17,9 +17,10 @@ from duel.step import TrainingStep, build_encoder
 TEMPERATURE = 0.7
 
 
-def start(method, **changes):
+def start(method, *, refresh=0, **changes):
     config = dataclasses.replace(
         recipes.demo(method),
+        refresh=refresh,
         batch_size=8,
         memory_size=24,
         dim=16,

@@ -39,6 +39,7 @@ def small(method: Any = "simclr", **changes: Any) -> TrainConfig:
         "steps": 8,
         "batch_size": 16,
         "memory_size": 32,
+        "refresh": 0,
         "dim": 16,
         "log_every": 2,
         "checkpoint_every": 4,

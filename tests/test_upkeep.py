@@ -156,7 +156,7 @@ def test_simclr_with_a_queue_of_images_is_d_simclr_with_another_policy():
 
 
 def test_a_queue_of_moco_with_refresh():
-    step = start("moco", policy="fifo", refresh=16, memory_size=48)
+    step = start("moco", policy="fifo", refresh=16, memory_size=48, memory_view="clean")
     for _ in range(4):
         stale = step.memory.stalest(16)
         step()
@@ -164,6 +164,22 @@ def test_a_queue_of_moco_with_refresh():
         assert (step.memory.staleness[kept] == 1).all()  # before the newcomers were offered
         torch.testing.assert_close(step.memory.embeddings[kept], fresh(step, kept))
     assert step.memory.staleness.max() <= 3
+
+
+@pytest.mark.parametrize("source", ["stream", "memory"])
+def test_what_moco_remembers_looks_like_its_keys(source):
+    """Augmented views, running statistics on both sides, and stream-first the keys themselves."""
+    step = start("moco", policy="fifo", refresh=16, memory_size=48, source=source)
+    assert step.method.running
+    outputs = spy(step)
+    state = step.generator.get_state()
+    before = step.images_encoded
+    step()
+    assert step.images_encoded - before == 2 * 8 + 16 + (8 if source == "memory" else 0)  # query, key, residents
+    assert not torch.equal(state, step.generator.get_state())
+    new = step.memory.age == 0
+    keys = (step.memory.embeddings[new] @ outputs[0].embeddings.T).max(1).values > 1 - 1e-6
+    assert bool(keys.all()) == (source == "stream")
 
 
 # By which view ---------------------------------------------------------------------------------------------
@@ -209,7 +225,12 @@ def test_newcomers_of_the_training_pass_are_not_encoded_again():
 
 @pytest.mark.parametrize(
     ("method", "changes"),
-    [("d-simclr", {}), ("d-moco", {}), ("d-moco", {"refresh": 6}), ("d-simclr", {"source": "memory", "refresh": 6})],
+    [
+        ("d-simclr", {}),
+        ("d-moco", {}),
+        ("d-moco", {"refresh": 6, "memory_view": "clean"}),
+        ("d-simclr", {"source": "memory", "refresh": 6}),
+    ],
 )
 def test_the_policy_compares_centred_backbone_features(method, changes):
     step = start(method, space="backbone", score="gaussian:0.1", **changes)

@@ -57,8 +57,8 @@ def check_payload(
     if given.keys() != wanted.keys():
         names = ", ".join(sorted(wanted)) or "nothing"
         raise UserError(
-            f"this memory keeps {names} with each embedding, got {', '.join(sorted(given)) or 'nothing'}; what it keeps is "
-            "declared once, as in WorkingMemory(..., payload={'id': ((), torch.int64)}), and given in every update"
+            f"this memory keeps {names} with each embedding, got {', '.join(sorted(given)) or 'nothing'}; what is kept "
+            "is declared once, as in WorkingMemory(..., payload={'id': ((), torch.int64)}), and given in every update"
         )
     for name, (shape, dtype) in wanted.items():
         values = given[name]

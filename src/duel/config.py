@@ -108,7 +108,8 @@ class TrainConfig:
     batchnorm_groups: int | None = None
     """Groups of the batch that BatchNorm normalises separately (moco)."""
     key_batchnorm: Literal["batch", "running"] | None = None
-    """Statistics that normalise the keys: of their batch, or running ones (moco)."""
+    """Statistics that normalise the keys: of their batch, or running ones (moco). None: the recipe's; running where the
+    memory is encoded anew, which is done with running ones."""
     predictor_hidden: int | None = None
     """Width of the predictor (simsiam, byol)."""
 
@@ -137,10 +138,10 @@ class TrainConfig:
     memory_negatives: bool = False
     """With source memory, simclr's negatives are the other slots too, not the batch alone (an anchor's own masked)."""
     memory_view: Literal["auto", "clean", "augmented"] = "auto"
-    """View by which residents and newcomers are encoded, always alike: clean, or a random augmentation. auto: clean
-    for memories of images, augmented (the step's own embeddings) for memories of embeddings."""
+    """View by which residents and newcomers are encoded, always alike: clean, or a random augmentation. auto: augmented
+    for moco, whose negatives must look like its keys (stream-first the newcomers are the keys), otherwise clean."""
     reuse_newcomers: bool = False
-    """Memories of images, source stream: take the newcomers' embeddings from the training pass (older encoder,
+    """simclr's memories of images, source stream: take the newcomers' embeddings from the training pass (older encoder,
     augmented view; residents are then augmented too) instead of encoding them again. Cheaper, not the literal form."""
     memory_images: Literal["auto", "device", "host"] = field(default="auto", metadata=_FREE)
     """Where a memory keeps its images: device (auto), or host: limited by the host's memory, embeddings stay on the
@@ -201,7 +202,10 @@ class TrainConfig:
     def method_settings(self) -> dict[str, Any]:
         """The settings given for the method, by the names that `duel.methods.build` takes."""
         names = {name: name for name in _METHOD_SETTINGS} | {"key_momentum": "momentum"}
-        return {to: getattr(self, name) for name, to in names.items() if getattr(self, name) is not None}
+        given = {to: getattr(self, name) for name, to in names.items() if getattr(self, name) is not None}
+        if self.base_method == "moco" and self.memory_holds_images:
+            given.setdefault("key_batchnorm", "running")
+        return given
 
     @property
     def has_memory(self) -> bool:
@@ -245,12 +249,14 @@ class TrainConfig:
         """Whether residents and newcomers are encoded by an augmented view."""
         if self.memory_view != "auto":
             return self.memory_view == "augmented"
-        return self.reuse_newcomers or not self.memory_holds_images
+        return self.base_method == "moco" or self.reuse_newcomers
 
     @property
     def newcomers_from_training(self) -> bool:
-        """Whether the newcomers' embeddings are those of the training pass."""
-        return self.memory_augmented and (self.reuse_newcomers or not self.memory_holds_images)
+        """Whether the newcomers' embeddings are those of the training pass; moco's are its keys."""
+        return (
+            self.source == "stream" and self.memory_augmented and (self.reuse_newcomers or self.base_method == "moco")
+        )
 
     @property
     def run_dir(self) -> str:

@@ -35,12 +35,14 @@ _STANDARD: dict[str, dict[str, Any]] = {
 }
 
 
-# The memory that the standard recipe recommends; the only place to change it. docs/decisions.md says how it was found.
+# The memory that the standard recipe recommends; the only place to change it. docs/decisions.md says what is known.
 # Stream-first it gives negatives: SimCLR re-encodes all of it in each step, so it is small. Memory-first it is what is
 # trained on, so it is large, and kept fresh for the policy's sake.
+D_MOCO_REFRESH = 64  # without it D-MoCo was below plain MoCo
 _STREAM_FIRST: dict[str, dict[str, Any]] = {
     "simclr": {"memory_size": 512, "score": "gaussian:0.1"},
     "moco": {"memory_size": 4096, "score": "gaussian:0.1"},
+    "d-moco": {"memory_size": 4096, "score": "gaussian:0.1", "refresh": D_MOCO_REFRESH},
 }
 _MEMORY_FIRST: dict[str, Any] = {"memory_size": 4096, "score": "exponential:0.05", "refresh": 256}
 
@@ -65,7 +67,7 @@ def standard(
         "projection": "mlp",
         "augment": "standard",
         **_STANDARD[base],
-        **(_MEMORY_FIRST if source == "memory" else _STREAM_FIRST.get(base, {})),
+        **(_MEMORY_FIRST if source == "memory" else _STREAM_FIRST.get(method, _STREAM_FIRST.get(base, {}))),
     }
     if data == "digits":
         settings |= {"augment": "digits", "backbone": "convnet"}
@@ -125,9 +127,11 @@ def demo(
     }
     if method.removeprefix("d-") in ("moco", "simclr"):
         settings["temperature"] = 0.3
+    # an embedding from an older encoder looks distinct merely by its age
     if source == "memory":
-        # half the slots re-encoded per step: an embedding from an older encoder looks distinct merely by its age
         settings["refresh"] = settings["memory_size"] // 2
+    elif method == "d-moco":
+        settings["refresh"] = D_MOCO_REFRESH
     return _make("demo", method, data, batch_size, source, settings)
 
 

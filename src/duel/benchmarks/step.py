@@ -81,14 +81,12 @@ def cases(
 
     for backbone in backbones:
         for slots in memory if "moco" in methods else ():
-            own: dict[str, Any] = {"memory_size": slots, "symmetric": False}
+            own: dict[str, Any] = {"memory_size": slots, "symmetric": False, "refresh": 0}
             plain = case(f"MoCo {slots:,}", "moco", backbone, None, **own)
             case(f"D-MoCo {slots:,}", "d-moco", backbone, plain, **own)
             if slots == memory[0]:
                 own["refresh"] = min(REFRESH, slots)
-                for reuse in reuses:
-                    name = f"D-MoCo {slots:,}, refresh {own['refresh']}{', reuse' if reuse else ''}"
-                    case(name, "d-moco", backbone, plain, **own, **reuse)
+                case(f"D-MoCo {slots:,}, refresh {own['refresh']}", "d-moco", backbone, plain, **own)
         if "simclr" in methods:
             plain = case("SimCLR", "simclr", backbone, None)
             for refresh in (0, min(REFRESH, residents)):  # 0: all residents, as in the paper
