@@ -127,6 +127,8 @@ def demo(
     }
     if method.removeprefix("d-") in ("moco", "simclr"):
         settings["temperature"] = 0.3
+    if method.removeprefix("d-") == "moco":
+        settings["key_batchnorm"] = "running"
     # an embedding from an older encoder looks distinct merely by its age
     if source == "memory":
         settings["refresh"] = settings["memory_size"] // 2

@@ -68,8 +68,8 @@ def page(records: Iterable[Record], figures: Collection[str] = ()) -> str:
     """figures: those that have been drawn, to be shown."""
     found = list(records)
     parts = [HEAD, *_theory(figures)]
-    for name in ("short", "paper", "smoke"):
-        if name == "smoke" and not any(record.scale == name for record in found):
+    for name in ("short", "paper", "digits", "smoke"):
+        if name in ("digits", "smoke") and not any(record.scale == name for record in found):
             continue
         for steps in lengths(found, name):
             mine = [record for record in found if record.scale == name]

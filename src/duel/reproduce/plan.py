@@ -44,6 +44,14 @@ SCALES: Mapping[str, Scale] = {
             evaluation=EvaluationSettings(probe_epochs=5, shot_repeats=2, neighbours=20),
         ),
         Scale(
+            "digits",
+            "digits",
+            "demo",
+            (0, 1, 2, 3, 4),
+            {"log_every": 50, "checkpoint_every": 1000, "device": "auto"},
+            largest_memory=256,
+        ),
+        Scale(
             "short",
             "cifar10",
             "standard",
