@@ -226,16 +226,17 @@ class Reproduce:
       duel reproduce all --scale smoke
 
     WHAT: table1 (Top-k), table2 (linear probe), ablation (score functions), resources, framework, rivals, controls,
-    negative-free, subset, longtail; figure1, figure-mcp, figure3, scores (figures); page (docs/results.md from the
-    results that are there); all. Finished runs are found again under --out and not repeated.
+    tuning, negative-free, subset, longtail; figure1, figure-mcp, figure3, scores (figures); page (docs/results.md from
+    the results that are there); all. Finished runs are found again under --out and not repeated.
     """
 
     what: Annotated[Positional[str], tyro.conf.arg(metavar="WHAT")]
     """What to make; see above."""
     scale: Literal["smoke", "digits", "short", "paper"] = "short"
-    """smoke: proves the machinery, no more. digits: the demo's runs, seconds each on a CPU, five seeds. short: ResNet-18, 5,000 steps. paper: ResNet-50, 40,000 steps, its own recipe."""
+    """smoke: proves the machinery, no more. digits: the demo's runs, seconds each on a CPU. short: ResNet-18, 5,000
+    steps. paper: ResNet-50, 40,000 steps, its own recipe."""
     seeds: tuple[int, ...] = ()
-    """Seeds; by default 0 1 2 (short) or 0."""
+    """Seeds; by default 0 to 2 (short), 0 to 4 (digits) or 0."""
     rows: tuple[str, ...] = ()
     """Only these rows, by the names that --dry-run prints."""
     biases: tuple[float, ...] = ()

@@ -18,6 +18,7 @@ MEASURES: Mapping[str, str] = {
     "top1_test_to_test": "Top-1, test to test",
     "top10_test_to_train": "Top-10, test to train",
     "top10_test_to_test": "Top-10, test to test",
+    "few_shot": "nearest centroid, 5 shots",
 }
 BALANCED = Data()
 
@@ -36,11 +37,15 @@ class Evidence:
     def steps(self) -> int | None:
         return plan_run(ROWS["simclr"], BALANCED, self.scale, 0, {}).config.steps
 
-    def runs(self, row: str, data: Data) -> list[Record]:
-        """By seed."""
+    def hash(self, row: str, data: Data) -> str:
+        """Equal for rows that this scale makes alike."""
         if (row, data) not in self._hashes:
             self._hashes[row, data] = plan_run(ROWS[row], data, self.scale, 0, {}).hash
-        return sorted(self._runs.get(self._hashes[row, data], []), key=lambda record: record.seed)
+        return self._hashes[row, data]
+
+    def runs(self, row: str, data: Data) -> list[Record]:
+        """By seed."""
+        return sorted(self._runs.get(self.hash(row, data), []), key=lambda record: record.seed)
 
     def figures(self, row: str, data: Data, measure: str) -> dict[int, float]:
         """Seed -> per cent."""

@@ -38,7 +38,7 @@ _TABLES = {
     "table2": ("probe",),
     "table1": ("top1_test_to_test", "top1_test_to_train", "top10_test_to_test"),
 }
-_LISTS = ("framework", "rivals", "ablation", "controls", "negative-free", "subset", "longtail")
+_LISTS = ("framework", "rivals", "ablation", "controls", "tuning", "negative-free", "subset", "longtail")
 NOT_RUN = "not run"
 _PICTURES = {
     "figure1": "Class vectors under a biased loss, from the simplex ETF: rare classes drift towards -z_max",
@@ -196,12 +196,16 @@ def _resources(evidence: Evidence) -> str:
 
 def _list(evidence: Evidence, grid: str, scale: str) -> str:
     """A line for each row and kind of data that has been run."""
-    heads = ("row", "data", "probe", "Top-1, test to train", "gap: probe", "gap: Top-1", "entropy of memory",
+    heads = ("row", "data", "probe", "Top-1, test to train", "5-shot", "gap: probe", "gap: Top-1", "entropy of memory",
              "steps", "images encoded", "GPU-s")  # fmt: skip
     lines = []
     missing = []
+    shown = set()
     for data in GRIDS[grid].data:
         for name in GRIDS[grid].rows:
+            if evidence.hash(name, data) in shown:  # settings that a small scale cuts to the same
+                continue
+            shown.add(evidence.hash(name, data))
             if not evidence.runs(name, data):
                 missing.append(f"{name} {_words(data)}")
                 continue
@@ -210,7 +214,7 @@ def _list(evidence: Evidence, grid: str, scale: str) -> str:
                 (
                     ROWS[name].label,
                     _words(data),
-                    *(_mean(evidence.summary(name, data, m)) for m in ("probe", "top1_test_to_train")),
+                    *(_mean(evidence.summary(name, data, m)) for m in ("probe", "top1_test_to_train", "few_shot")),
                     *(_gap(evidence, name, data, m) for m in ("probe", "top1_test_to_train")),
                     "–" if entropy is None else f"{entropy.mean:.3f}",
                     *_budget(evidence, name, (data,)),

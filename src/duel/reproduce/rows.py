@@ -108,6 +108,8 @@ TUNING: Mapping[str, tuple[str, Settings]] = {
     "tune-16384": ("16,384 slots", {"memory_size": 16384}),
     "tune-refresh0": ("nothing encoded anew", {"refresh": 0}),
     "tune-refresh1024": ("1,024 slots encoded anew", {"refresh": 1024}),
+    "tune-clean": ("clean views in memory", {"memory_view": "clean"}),
+    "tune-augmented": ("augmented views in memory", {"memory_view": "augmented"}),
     "tune-backbone": ("compared by backbone features", {"space": "backbone"}),
     "tune-stream512": ("512 items looked at per step", {"stream_batch": 512}),
 }
