@@ -65,7 +65,7 @@ class Command(Protocol):
 class Demo:
     """Train on scikit-learn's digits with one digit 27 times too frequent, and compare what memories make of it.
 
-    Needs no download and no GPU; about a minute and a half on two cores. `duel demo` does all of it.
+    Needs no download and no GPU; about a minute. `duel demo` does all of it.
     """
 
     out: str = "runs/demo"
