@@ -82,7 +82,7 @@ def sgd(module, lr):
 
 
 def test_d_moco():
-    step = start("d-moco", key_momentum=0.9)
+    step = start("d-moco", key_momentum=0.9, key_batchnorm="batch")
     query, key = twin(step, step.method.encoder), twin(step, step.method.key_encoder)
     held, ids = step.memory.embeddings.clone(), step.memory["id"].clone()
     for _ in range(6):
