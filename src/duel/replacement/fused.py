@@ -1,6 +1,7 @@
 """Exact replacement with Triton: simulate on the slots that can matter, verify on all, no host synchronisation.
 
-The steps are those of `dense.Batch`. What a GPU changes: the simulation is one kernel; the verification is one kernel
+The steps are those of `dense.Batch`. Up to `WHOLE` slots all can matter, and there is nothing to verify. Above, what a
+GPU changes: the simulation is one kernel; the verification is one kernel
 over matrices of h; and since nothing on the host can ask whether it succeeded, the literal loop is always enqueued and
 returns at once when there is nothing to mend. Scores of the library are evaluated inside the kernels; for any other
 callable the kernels get matrices of h.
