@@ -10,6 +10,7 @@ callable the kernels get matrices of h.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from typing import Any
 
@@ -77,9 +78,9 @@ class _Launch:
 
     def scored(
         self, cosines: Tensor, *, out: Tensor | None = None, start: Tensor | None = None, diagonal: bool = False,
-        columns: Tensor | None = None, shift: int = 0, offset: int = 0, summed: int | None = None,
+        columns: Tensor | None = None, offset: int = 0, summed: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """units · 2^shift of the cosines, written to `out` if given; returns the row sums, in units.
+        """Units of the cosines, written to `out` if given; returns the row sums, in units.
 
         start: added to the row sums. summed: they are over so many columns (all). columns: gets the column sums.
         offset: the column that meets the first row on the diagonal, which is left out if `diagonal`.
@@ -94,7 +95,7 @@ class _Launch:
         self.kernels.score_kernel[(-(-rows // (tile * tiles)),)](
             cosines, out, sums, columns, start, self.curve, self.one, rows, count, count if summed is None else summed,
             offset, KIND=self.kind, DIAGONAL=diagonal, STORE=out is not None, COLUMN_SUMS=columns is not None,
-            ROWS=tile, COLUMNS=width, TILES=tiles, SHIFT=2.0**shift, num_warps=4,
+            ROWS=tile, COLUMNS=width, TILES=tiles, num_warps=4,
         )  # fmt: skip
         return sums
 
@@ -138,8 +139,15 @@ class _Launch:
 
     def _pairs(self, items: Tensor, residents: int) -> tuple[Tensor, Tensor]:
         """h of all pairs as the simulation wants it, and each item's sum over the `residents` in front."""
-        h = items @ items.T
-        return h, self.scored(h, out=h, diagonal=True, shift=self.kernels.PLACE_BITS, summed=residents)
+        count = items.shape[0]
+        room = count * count + math.prod(_shape(residents, count - residents)) * self.kernels.TOGETHER
+        cosines = items.new_empty(room)[: count * count].view(count, count)
+        torch.mm(items, items.T, out=cosines)
+        if cosines.element_size() == 4:  # in place
+            h = cosines.view(torch.int32)
+        else:
+            h = torch.empty(room, dtype=torch.int32, device=items.device)[: count * count].view(count, count)
+        return h, self.scored(cosines, out=h, diagonal=True, summed=residents)
 
     def _go_on(self, seen: Tensor, lost: Tensor, total: Tensor, inside: Tensor, simulation: _Simulation) -> None:
         """The literal loop from the first mistake, if there was one, over what the simulation gave."""
@@ -194,12 +202,22 @@ class _Simulation:
         """again: only if a mistake was found, and only up to it."""
         launch, size = self.launch, self.total.shape[0]
         places = size if self.candidates is None else self.candidates.shape[0]
+        parts, threads = _shape(places, self.skip.shape[0])
         launch.kernels.simulate_kernel[(1,)](
             self.h, self.total, self.arriving, self.skip, self.candidates, self.slots, self.evicted,
             self.level, self.after, self.source, self.first_wrong, places, self.skip.shape[0], size,
-            COMPETE=launch.compete, AGAIN=again, PLACES=_power(places), COUNT=_power(self.skip.shape[0]),
-            PLACE_BITS=launch.kernels.PLACE_BITS, num_warps=8 if places <= 1024 else 16,
+            COMPETE=launch.compete, AGAIN=again, PARTS=parts, THREADS=threads, TOGETHER=launch.kernels.TOGETHER,
+            PLACE_BITS=launch.kernels.PLACE_BITS, num_warps=threads // 32,
         )  # fmt: skip
+
+
+def _shape(residents: int, newcomers: int) -> tuple[int, int]:
+    """Parts and threads of `simulate_kernel`: a place for each item."""
+    from duel.replacement.kernels import TOGETHER
+
+    groups = _power(residents) // TOGETHER
+    threads = max(32, _power(newcomers), min(512, groups))
+    return max(1, groups // threads), threads
 
 
 def total_fused(score: Score, memory: Tensor, e: int) -> Tensor:

@@ -16,6 +16,8 @@ KINDS = {"linear": LINEAR, "quadratic": QUADRATIC, "gaussian": GAUSSIAN, "expone
 
 #: Bits of an arg-max key that hold a candidate's place; N in units takes the 51 above them.
 PLACE_BITS = 12
+#: Neighbouring residents of one thread: what it loads at a time.
+TOGETHER = 4
 
 
 @triton.jit
@@ -55,9 +57,9 @@ def _units(x, curve, one, KIND: tl.constexpr):
 def score_kernel(
     matrix, out, row_sums, column_sums, start, curve, one, rows, columns, summed, offset,
     KIND: tl.constexpr, DIAGONAL: tl.constexpr, STORE: tl.constexpr, COLUMN_SUMS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, SHIFT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """cosines (rows, columns) -> units · SHIFT in `out`, with row sums (+ `start`) and column sums in float64.
+    """cosines (rows, columns) -> units in `out`, with row sums (+ `start`) and column sums in float64.
 
     Row sums are over the first `summed` columns. Column sums need COLUMNS >= columns: a program adds its TILES tiles of
     rows up before it meets the others.
@@ -78,7 +80,7 @@ def score_kernel(
                 h = tl.where(r[:, None] + offset == c[None, :], 0.0, h)
             h = tl.where(ok, h, 0.0)
             if STORE:
-                tl.store(out + at, (h * SHIFT).to(out.dtype.element_ty), mask=ok)  # a power of two: exact
+                tl.store(out + at, h.to(out.dtype.element_ty), mask=ok)
             wide = h.to(tl.float64)
             total += tl.sum(tl.where((c < summed)[None, :], wide, 0.0), axis=1)
             if COLUMN_SUMS:
@@ -99,31 +101,40 @@ def _higher(key, item, other_key, other_item):
 @triton.jit
 def simulate_kernel(
     h, start, arriving, skip, slot_of, slots, evicted, level, after, source, first_wrong, candidates, count, rows,
-    COMPETE: tl.constexpr, AGAIN: tl.constexpr, PLACES: tl.constexpr, COUNT: tl.constexpr, PLACE_BITS: tl.constexpr,
+    COMPETE: tl.constexpr, AGAIN: tl.constexpr, PARTS: tl.constexpr, THREADS: tl.constexpr, TOGETHER: tl.constexpr,
+    PLACE_BITS: tl.constexpr,
 ):  # fmt: skip
     """The policy on `candidates` residents and `count` newcomers, one program. See `dense.Batch` for the idea.
 
-    h: (n, n) units · 2^PLACE_BITS with a zero diagonal, n = candidates + count. start (rows,): N of each slot; arriving
-    (count,): N of each newcomer against the memory, in units; slot_of (candidates,): the slots of the residents, in
-    ascending order, or None where all slots are simulated.
-    Out, per newcomer: its slot (-1 = turned away), the item that left, its N then; per slot of a resident: N after.
+    h: (n, n) units in int32 with a zero diagonal, n = candidates + count, and behind them as many more elements as
+    there are places for residents. start (rows,): N of each slot; arriving (count,): N of each newcomer against the
+    memory, in units; slot_of (candidates,): the slots of the residents, in ascending order, or None where all slots are
+    simulated.
+    Out, per newcomer: its slot (-1 = turned away) and, unless all are simulated, the item that left and its N then; per
+    slot of a resident: N after.
     An item's key is its N followed by its place counted from the end, so the largest key is the largest N at the lowest
     slot. A resident's place is its own number, so its key tells which it is. A newcomer that competes has the last
     place: it loses ties.
     AGAIN: only if there was a mistake, and only up to it, so that the literal kernel can go on from there; it also says
     which row of memory, or rows + b, the residents' slots hold by then (`source`).
+
+    What the shape of this is for: a newcomer costs a chain of latencies. Each thread has one newcomer and PARTS times
+    TOGETHER residents, so that one reduction finds the best of both; and the rows are loaded without masks (what lies
+    beyond them is added to places that nobody has), or the assembler would wait for one load before the next.
     """
     LAST: tl.constexpr = (1 << PLACE_BITS) - 1
     GONE: tl.constexpr = -(1 << 62)  # stays below every living key whatever is added to it
-    items = candidates + count  # at most 4,607, so their square fits 32 bits
+    items = candidates + count  # at most 4,608, so their square fits 32 bits
     upto = count
     go = count > 0
     if AGAIN:
         upto = tl.load(first_wrong)
         go = upto < count
     if go:
-        old = tl.arange(0, PLACES)
-        new = tl.arange(0, COUNT)
+        new = tl.arange(0, THREADS)
+        part = tl.arange(0, PARTS)
+        # this order of the axes gives neighbouring threads neighbouring residents
+        old = (part[None, :, None] * THREADS + new[:, None, None]) * TOGETHER + tl.arange(0, TOGETHER)[None, None, :]
         old_ok = old < candidates
         new_ok = new < count
         to_new = h + candidates  # of a row: where the newcomers begin
@@ -133,43 +144,41 @@ def simulate_kernel(
         key = tl.load(start + slot, mask=old_ok, other=0.0).to(tl.int64) << PLACE_BITS
         key = tl.where(old_ok, key + (LAST - old), GONE)
         new_key = tl.load(arriving + new, mask=new_ok, other=0.0).to(tl.int64) << PLACE_BITS
-        row = tl.load(h + candidates * items + old, mask=old_ok, other=0.0)
-        new_row = tl.load(to_new + candidates * items + new, mask=new_ok, other=0.0)
+        row = tl.load(h + candidates * items + old)
+        new_row = tl.load(to_new + candidates * items + new)
         for b in range(0, upto):
             me = candidates + b
             # the next newcomer's row does not depend on who leaves: fetch it while the arg-max runs
             ahead = tl.minimum(me + 1, items - 1) * items
-            following = tl.load(h + ahead + old, mask=old_ok, other=0.0)
-            new_following = tl.load(to_new + ahead + new, mask=new_ok, other=0.0)
+            following = tl.load(h + ahead + old)
+            new_following = tl.load(to_new + ahead + new)
             left_out = tl.load(skip + b) != 0
-            gain = row.to(tl.int64)
-            new_gain = new_row.to(tl.int64)
             if COMPETE:
-                best = tl.max(key + gain, axis=0)
-                new_value = tl.where(new <= b, new_key + new_gain, GONE)
+                value = key + (row.to(tl.int64) << PLACE_BITS)
+                new_value = tl.where(new <= b, new_key + (new_row.to(tl.int64) << PLACE_BITS), GONE)
             else:
-                best = tl.max(key, axis=0)
+                value = key
                 new_value = tl.where(new < b, new_key, GONE)
-            new_best, newcomer = tl.reduce((new_value, new), 0, _higher)
-            gone = tl.where(new_best > best, candidates + newcomer, LAST - (best & LAST).to(tl.int32))
-            best = tl.maximum(best, new_best)
+            best = tl.max(tl.max(value, axis=2), axis=1)
+            item = tl.where(new_value > best, candidates + new, LAST - (best & LAST).to(tl.int32))
+            best, gone = tl.reduce((tl.maximum(best, new_value), item), 0, _higher)
             taken = LAST - (best & LAST).to(tl.int32)
             turned_away = (gone == me) | left_out
             gone = tl.where(turned_away, me, gone)  # exchanging a newcomer for itself changes nothing
-            loss = tl.load(h + gone * items + old, mask=old_ok, other=0.0).to(tl.int64)
-            new_loss = tl.load(to_new + gone * items + new, mask=new_ok, other=0.0).to(tl.int64)
-            key = tl.where(old == gone, GONE, key + gain - loss)
-            new_key += new_gain - new_loss
+            loss = tl.load(h + gone * items + old)
+            new_loss = tl.load(to_new + gone * items + new)
+            key = tl.where(old == gone, GONE, key + ((row - loss).to(tl.int64) << PLACE_BITS))
+            new_key += (new_row - new_loss).to(tl.int64) << PLACE_BITS
             new_key = tl.where(new == b, new_key + (LAST - taken), new_key)
             new_key = tl.where(new == gone - candidates, GONE, new_key)
             if AGAIN == 0:
                 into = taken.to(tl.int64)
                 if slot_of is not None:
                     into = tl.load(slot_of + tl.minimum(taken, candidates - 1))
+                    tl.store(evicted + b, gone.to(tl.int64))
+                    # a newcomer that takes no part can have no rival
+                    tl.store(level + b, tl.where(left_out, float("inf"), (best >> PLACE_BITS).to(tl.float64)))
                 tl.store(slots + b, tl.where(turned_away, -1, into))
-                tl.store(evicted + b, gone.to(tl.int64))
-                # a newcomer that takes no part can have no rival
-                tl.store(level + b, tl.where(left_out, float("inf"), (best >> PLACE_BITS).to(tl.float64)))
             row = following
             new_row = new_following
         stays = old_ok & (key > (GONE >> 1))

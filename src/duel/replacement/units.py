@@ -1,9 +1,10 @@
 """Expected duplicates in whole units, so that sums are exact.
 
 N(j) = Σ_{i≠j} h(z_i · z_j) decides who leaves, and differences in the last bit decide ties. Each h is therefore rounded
-to a multiple of 2^-e with e <= 40 and K · 2^e < 2^51: all sums of them are then exact in float64, in whatever order. A
-carried N never drifts by summation, exact duplicates tie exactly, and engines that see the same cosines agree bit for
-bit. e is 40 up to 2,047 slots and 30 for a million. Below, "units" are h · 2^e.
+to a multiple of 2^-e with K · 2^e < 2^51: all sums of them are then exact in float64, in whatever order. A carried N
+never drifts by summation, exact duplicates tie exactly, and engines that see the same cosines agree bit for bit. e is
+30, so that an h is a 32-bit whole number (less only above two million slots); float32 itself knows a cosine near 1 to
+2^-24. Below, "units" are h · 2^e.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SHORTCUT = 256
 
 def exponent(size: int) -> int:
     """e of this module's docstring, for a memory of `size` slots."""
-    return min(40, 51 - size.bit_length())
+    return min(30, 51 - size.bit_length())
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
