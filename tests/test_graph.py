@@ -104,3 +104,26 @@ def test_what_cannot_be_recorded_goes_on_eagerly():
         assert not graph()
     assert graph.why_not
     assert count.item() == WARM_UP + 5
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("method", ["moco", "d-moco"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_memory_updated_beside_the_backward_pass_is_the_same(method, graph, monkeypatch):
+    """In float32, where the loss keeps the very numbers of its negatives until the backward pass."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    found = []
+    for beside in (True, False):
+        config = dataclasses.replace(recipes.demo(method), device="cuda", precision="fp32", bias=27.0, graph=graph)
+        fabric = build_fabric(config)
+        step = TrainingStep(config, Inputs.load(config, fabric.device, test=False), fabric=fabric)
+        assert step._side is not None
+        if not beside:
+            step._side = None
+        step.fill_memory()
+        for _ in range(40):
+            step()
+        found.append((step.read_loss()[0], step.memory["id"].cpu()))
+    assert abs(found[0][0] - found[1][0]) < 1e-3
+    assert (found[0][1] == found[1][1]).float().mean() > 0.9

@@ -21,9 +21,9 @@ from .errors import UserError
 from .graph import Graph
 from .inputs import Inputs
 from .methods import Method, StepOutput, build, settings_of
-from .methods.base import Encoded
+from .methods.base import Encoded, NegativeSource
 from .optimizers import Schedule, build_optimizer
-from .upkeep import Upkeep, build_memory
+from .upkeep import Snapshot, Upkeep, build_memory
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -69,7 +69,11 @@ class TrainingStep:
         encoder = build_encoder(config, image_shape)
         self.memory = build_memory(config, inputs, encoder.feature_dim, device)
         self.upkeep = None if self.memory is None else Upkeep(config, self.memory, self.encode)
-        self.method = build_method(config, encoder, self.memory)
+        # Where the newcomers' embeddings come from the training pass and nothing is encoded anew, the memory's update
+        # waits for nothing else: it runs beside the backward pass, on a stream of its own.
+        early = self.memory is not None and config.newcomers_from_training and not config.refreshed_slots
+        self._side = torch.cuda.Stream(device) if early and device.type == "cuda" else None
+        self.method = build_method(config, encoder, self.memory, snapshot=self._side is not None)
         self.method.to(device).to(memory_format=self.layout)
         self.schedule = Schedule(
             peak=config.lr, steps=self.steps, warmup=config.warmup, end=config.lr_end, device=device
@@ -132,6 +136,10 @@ class TrainingStep:
             first, second = (view.contiguous(memory_format=self.layout) for view in views)
         self._optimizer.zero_grad(set_to_none=True)
         output: StepOutput = self._forward(first, second, ids)
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._side):
+                self._update_memory(output)
         self.fabric.backward(output.loss)
         if self.config.clip is not None:
             # error_if_nonfinite would read the norm on the host
@@ -142,6 +150,12 @@ class TrainingStep:
         self._optimizer.step()
         self.method.after_step(self._count[0] / self.steps)
         self._record(output.loss.detach())  # before the memory, which may refuse what a diverged encoder gives
+        if self._side is None:
+            self._update_memory(output)
+        else:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
+
+    def _update_memory(self, output: StepOutput) -> None:
         if self.upkeep is not None:
             self.upkeep.update(self.images, self.ids, output)
 
@@ -243,11 +257,17 @@ def build_encoder(config: TrainConfig, image_shape: tuple[int, int, int]) -> Enc
     )
 
 
-def build_method(config: TrainConfig, encoder: Encoder, memory: WorkingMemory | None) -> Method:
-    """The method with the settings given; it gets the memory only if its negatives come from there."""
+def build_method(
+    config: TrainConfig, encoder: Encoder, memory: WorkingMemory | None, *, snapshot: bool = False
+) -> Method:
+    """The method with the settings given; it gets the memory only if its negatives come from there.
+
+    snapshot: it gets copies of them, so that the memory may change before the backward pass.
+    """
+    negatives: NegativeSource | None = Snapshot(memory) if snapshot and memory is not None else memory
     name, given = config.base_method, config.method_settings
     unknown = [setting for setting in given if setting not in settings_of(name)]
     if unknown:
         setting = {"momentum": "key_momentum"}.get(unknown[0], unknown[0])
         raise UserError(f"{setting} was given, but {name} has no such setting; leave it out")
-    return build(name, encoder, memory=memory if config.negatives_from_memory else None, **given)
+    return build(name, encoder, memory=negatives if config.negatives_from_memory else None, **given)

@@ -120,6 +120,17 @@ class Upkeep:
             self.centre.copy_(state["centre"])
 
 
+class Snapshot:
+    """A memory's negatives as they were when asked for: what the backward pass needs stays when the memory changes."""
+
+    def __init__(self, memory: WorkingMemory) -> None:
+        self.memory = memory
+
+    def negatives(self, *, exclude_ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        embeddings, blocked = self.memory.negatives(exclude_ids=exclude_ids)
+        return embeddings.clone(), blocked
+
+
 def build_memory(config: TrainConfig, inputs: Inputs, feature_dim: int, device: torch.device) -> WorkingMemory | None:
     """The memory that the config asks for. Labels go no further than to the oracle."""
     if not config.has_memory:
