@@ -30,6 +30,7 @@ CASES = {
     "reuse": {"method": "d-simclr", "reuse_newcomers": True, "refresh": 64},
     "simclr queue": {"method": "simclr", "policy": "fifo"},
     "moco queue": {"method": "moco", "refresh": 64},
+    "key queue": {"method": "d-moco", "source": "memory", "queue": 128, "refresh": 64},
 }
 
 

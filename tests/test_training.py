@@ -99,6 +99,7 @@ CASES = {
     "oracle": small("simclr", source="memory", policy="oracle", memory_negatives=True, stream_batch=24),
     "host": small("d-simclr", source="memory", memory_images="host", refresh=8, stream_batch=8),
     "memory-first": small("simsiam", source="memory", policy="reservoir", refresh=8, dwell=3),
+    "moco-queue": small("d-moco", source="memory", queue=24, refresh=8),
     "memory-first-moco": small("moco", source="memory", policy="duel", admit="compete", score="exponential:0.05"),
 }
 

@@ -109,6 +109,24 @@ def test_the_loss_of_memory_negatives_written_out():
     assert torch.allclose(got, want, atol=1e-6)
 
 
+def test_memory_first_moco_may_have_a_queue_of_its_own():
+    step = start("d-moco", source="memory", queue=16, refresh=24)
+    assert step.method.memory is step.queue
+    assert step.queue.full
+    assert set(step.queue["id"].tolist()) <= set(step.memory["id"].tolist())
+    outputs = spy(step)
+    for turn in range(3):
+        before = step.queue.embeddings.clone()
+        step()
+        rows = slice(8, 16) if turn % 2 else slice(0, 8)  # the oldest half leaves
+        assert torch.equal(step.queue["id"][rows], step.anchor_ids)
+        assert torch.equal(step.queue.embeddings[rows], outputs[-1].embeddings)
+        rest = slice(0, 8) if turn % 2 else slice(8, 16)
+        assert torch.equal(step.queue.embeddings[rest], before[rest])
+    # nobody's negatives, so the memory is encoded clean
+    torch.testing.assert_close(step.memory.embeddings, fresh(step, torch.arange(24)), atol=2e-3, rtol=0)
+
+
 # Who leaves ------------------------------------------------------------------------------------------------
 
 

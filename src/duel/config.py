@@ -137,9 +137,13 @@ class TrainConfig:
     stream-first simclr memory, whose slots are images."""
     memory_negatives: bool = False
     """With source memory, simclr's negatives are the other slots too, not the batch alone (an anchor's own masked)."""
+    queue: int = 0
+    """moco with source memory: its negatives are the keys of the last so many images trained on, in a FIFO queue of
+    their own, as in plain MoCo; the memory gives the batches only. 0: the memory's embeddings are the negatives."""
     memory_view: Literal["auto", "clean", "augmented"] = "auto"
     """View by which residents and newcomers are encoded, always alike: clean, or a random augmentation. auto: augmented
-    for moco, whose negatives must look like its keys (stream-first the newcomers are the keys), otherwise clean."""
+    where they are moco's negatives, which must look like its keys (stream-first the newcomers are the keys), otherwise
+    clean."""
     reuse_newcomers: bool = False
     """simclr's memories of images, source stream: take the newcomers' embeddings from the training pass (older encoder,
     augmented view; residents are then augmented too) instead of encoding them again. Cheaper, not the literal form."""
@@ -220,7 +224,7 @@ class TrainConfig:
     def negatives_from_memory(self) -> bool:
         """Whether the loss takes negatives from the memory; memory-first SimCLR does only if asked to."""
         if self.base_method != "simclr":
-            return self.base_method == "moco"
+            return self.base_method == "moco" and not self.queue
         return self.memory_negatives if self.source == "memory" else self._simclr_memory
 
     @property
@@ -249,7 +253,7 @@ class TrainConfig:
         """Whether residents and newcomers are encoded by an augmented view."""
         if self.memory_view != "auto":
             return self.memory_view == "augmented"
-        return self.base_method == "moco" or self.reuse_newcomers
+        return (self.base_method == "moco" and not self.queue) or self.reuse_newcomers
 
     @property
     def newcomers_from_training(self) -> bool:

@@ -19,6 +19,7 @@ _OF_THE_MEMORY = (
     "max_age",
     "space",
     "memory_negatives",
+    "queue",
     "memory_view",
     "reuse_newcomers",
     "memory_images",
@@ -38,7 +39,7 @@ def check(config: TrainConfig) -> None:
     for name in optional:
         if getattr(config, name) is not None:
             _at_least(config, name, 1)
-    for name in ("seed", "warmup", "refresh", "knn_every", "weight_decay", "bias_class"):
+    for name in ("seed", "warmup", "refresh", "queue", "knn_every", "weight_decay", "bias_class"):
         _at_least(config, name, 0)
     for name in ("epochs", "lr", "temperature", "temperature_high", "temperature_cycles", "clip"):
         if getattr(config, name) is not None:
@@ -66,6 +67,11 @@ def check(config: TrainConfig) -> None:
 
 def _check_memory(config: TrainConfig) -> None:
     """Settings of the memory that contradict each other or would do nothing."""
+    if config.queue and (config.base_method != "moco" or config.source != "memory"):
+        raise UserError(
+            f"queue is for moco and d-moco with source memory, got {config.method!r} with source {config.source!r}: "
+            "there the memory itself is the queue, or there is none; leave it out"
+        )
     if not config.has_memory:
         idle = [n for n in _OF_THE_MEMORY if getattr(config, n) != type(config).__dataclass_fields__[n].default]
         if idle:

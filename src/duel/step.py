@@ -23,12 +23,11 @@ from .inputs import Inputs
 from .methods import Method, StepOutput, build, settings_of
 from .methods.base import Encoded, NegativeSource
 from .optimizers import Schedule, build_optimizer
-from .upkeep import Snapshot, Upkeep, build_memory
+from .upkeep import Snapshot, Upkeep, build_memory, build_queue
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-    from .memory import WorkingMemory
 
 #: From so many steps on, what compiling saves on a GPU is more than the half minute that it takes.
 WORTH_COMPILING = 15_000
@@ -73,7 +72,8 @@ class TrainingStep:
         # waits for nothing else: it runs beside the backward pass, on a stream of its own.
         early = self.memory is not None and config.newcomers_from_training and not config.refreshed_slots
         self._side = torch.cuda.Stream(device) if early and device.type == "cuda" else None
-        self.method = build_method(config, encoder, self.memory, snapshot=self._side is not None)
+        self.queue = build_queue(config, device)
+        self.method = build_method(config, encoder, self._negatives())
         self.method.to(device).to(memory_format=self.layout)
         self.schedule = Schedule(
             peak=config.lr, steps=self.steps, warmup=config.warmup, end=config.lr_end, device=device
@@ -154,6 +154,8 @@ class TrainingStep:
             self._update_memory(output)
         else:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
+        if self.queue is not None:
+            self.queue.update(output.embeddings, id=ids)
 
     def _update_memory(self, output: StepOutput) -> None:
         if self.upkeep is not None:
@@ -165,10 +167,20 @@ class TrainingStep:
             return self.upkeep.draw(self.config.batch_size)
         return self.images, self.ids
 
-    @torch.no_grad()
+    def _negatives(self) -> NegativeSource | None:
+        """Where the method's negatives come from, if not from the batch."""
+        if self.queue is not None or self.memory is None or not self.config.negatives_from_memory:
+            return self.queue
+        # the memory may change before the backward pass
+        return self.memory if self._side is None else Snapshot(self.memory)
+
     def encode(self, images: Tensor) -> Encoded:
         """Unit embeddings (b, d) and features (b, f), float32, of uint8 images (b, c, h, w) for the memory."""
-        view = self.augment(images, self.generator) if self.config.memory_augmented else self.clean(images)
+        return self._encode(images, augmented=self.config.memory_augmented)
+
+    @torch.no_grad()
+    def _encode(self, images: Tensor, *, augmented: bool) -> Encoded:
+        view = self.augment(images, self.generator) if augmented else self.clean(images)
         with self.fabric.autocast():
             found = self.method.embed_with_features(view.contiguous(memory_format=self.layout))
         return Encoded(*(part.float() for part in found))
@@ -184,8 +196,13 @@ class TrainingStep:
         self.images_encoded += len(args[0])
 
     def fill_memory(self) -> None:
+        """Fill the memory from the stream, and the queue from the memory."""
         if self.upkeep is not None:
             self.upkeep.fill(self.stream)
+        while self.queue is not None and self.upkeep is not None and not self.queue.full:
+            count = min(self.queue.size - len(self.queue), self.config.batch_size)
+            images, ids = self.upkeep.draw(count)
+            self.queue.update(self._encode(images, augmented=True).projections, id=ids)
 
     def read_loss(self) -> tuple[float, int | None]:
         """Mean loss since the last call, and the first step (from 0) whose loss was not finite, or None. Waits."""
@@ -218,6 +235,7 @@ class TrainingStep:
             "method": self.method.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             **({"memory": None} if self.upkeep is None else self.upkeep.state_dict()),
+            "queue": None if self.queue is None else self.queue.state_dict(),
             "stream": self.stream.state_dict(),
             "generator": self.generator.get_state(),
             "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device) if cuda else None},
@@ -231,6 +249,8 @@ class TrainingStep:
             group["lr"] = self.schedule.lr  # loading put a copy in its place, which the schedule would not reach
         if self.upkeep is not None:
             self.upkeep.load_state_dict(state)
+        if self.queue is not None:
+            self.queue.load_state_dict(state["queue"])
         self.stream.load_state_dict(state["stream"])
         self.generator.set_state(state["generator"].cpu())
         torch.set_rng_state(state["rng"]["cpu"].cpu())
@@ -257,17 +277,11 @@ def build_encoder(config: TrainConfig, image_shape: tuple[int, int, int]) -> Enc
     )
 
 
-def build_method(
-    config: TrainConfig, encoder: Encoder, memory: WorkingMemory | None, *, snapshot: bool = False
-) -> Method:
-    """The method with the settings given; it gets the memory only if its negatives come from there.
-
-    snapshot: it gets copies of them, so that the memory may change before the backward pass.
-    """
-    negatives: NegativeSource | None = Snapshot(memory) if snapshot and memory is not None else memory
+def build_method(config: TrainConfig, encoder: Encoder, negatives: NegativeSource | None) -> Method:
+    """The method with the settings given."""
     name, given = config.base_method, config.method_settings
     unknown = [setting for setting in given if setting not in settings_of(name)]
     if unknown:
         setting = {"momentum": "key_momentum"}.get(unknown[0], unknown[0])
         raise UserError(f"{setting} was given, but {name} has no such setting; leave it out")
-    return build(name, encoder, memory=negatives if config.negatives_from_memory else None, **given)
+    return build(name, encoder, memory=negatives, **given)

@@ -154,6 +154,13 @@ def build_memory(config: TrainConfig, inputs: Inputs, feature_dim: int, device: 
     return memory.to(device)
 
 
+def build_queue(config: TrainConfig, device: torch.device) -> WorkingMemory | None:
+    """MoCo's own queue of keys, where the config asks for one beside the memory."""
+    if not config.queue:
+        return None
+    return WorkingMemory(config.queue, config.dim, policies.Fifo(), {"id": ((), torch.int64)}).to(device)
+
+
 def build_policy(config: TrainConfig, inputs: Inputs) -> policies.Policy:
     name, max_age = config.memory_policy, config.max_age
     if name not in policies.POLICIES:

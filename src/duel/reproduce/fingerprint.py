@@ -9,7 +9,7 @@ from ..config import TrainConfig
 
 MEMORY = (
     "source", "stream_batch", "memory_size", "policy", "score", "admit", "at_once", "max_age", "refresh", "space",
-    "memory_negatives", "memory_view", "reuse_newcomers",
+    "memory_negatives", "queue", "memory_view", "reuse_newcomers",
 )  # fmt: skip
 """The settings that say what the working memory is."""
 
