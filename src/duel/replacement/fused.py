@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duel.replacement.units import CHUNK_ELEMENTS, SHORTCUT, to_units, total_units
+from duel.replacement.units import CHUNK_ELEMENTS, has_shortcut, to_units, total_units
 from duel.scores import Score
 from duel.slots import last_newcomer
 
@@ -109,7 +109,7 @@ class _Launch:
         size = self.memory.shape[0]
         h, sums = self._pairs(torch.cat([self.memory, self.incoming]), size)
         if total is None:
-            total = self.from_scratch() if self._has_shortcut() else sums[:size]
+            total = self.from_scratch() if has_shortcut(self.score, self.memory) else sums[:size]
         simulation = _Simulation(self, h, total, sums[size:], skip)
         simulation.run()
         return simulation.slots, simulation.after
@@ -167,13 +167,10 @@ class _Launch:
             num_warps=8,
         )  # fmt: skip
 
-    def _has_shortcut(self) -> bool:
-        return self.score.kind == "linear" and self.memory.shape[0] > SHORTCUT
-
     def from_scratch(self) -> Tensor:
         """N of every slot, in units: a chunk of rows at a time, each matrix element written and read once."""
         size = self.memory.shape[0]
-        if self._has_shortcut():
+        if has_shortcut(self.score, self.memory):
             return total_units(self.score, self.memory, self.e)
         step = max(16, CHUNK_ELEMENTS["cuda"] // size // 16 * 16)
         sums = [

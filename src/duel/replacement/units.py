@@ -20,8 +20,8 @@ from duel.scores import Score
 #: Elements of h that exist at a time when N is computed from scratch.
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 28}
 
-#: Above so many slots the linear score is summed by its shortcut.
-SHORTCUT = 256
+#: Above so many slots the linear score is summed by its shortcut: where it takes less time.
+SHORTCUT = {"cpu": 256, "cuda": 4096}
 
 
 def exponent(size: int) -> int:
@@ -73,7 +73,7 @@ def to_units(score: Score, cosines: Tensor, e: int) -> Tensor:
 def total_units(score: Score, memory: Tensor, e: int) -> Tensor:
     """N(j) of every slot, in units: (K, d) -> float64 (K,). The diagonal is zeroed before summing."""
     size = memory.shape[0]
-    if score.kind == "linear" and size > SHORTCUT:
+    if has_shortcut(score, memory):
         return _total_linear(memory, e)
     chunk = CHUNK_ELEMENTS["cuda" if memory.is_cuda else "cpu"]
     rows = max(512, chunk // size)
@@ -92,6 +92,10 @@ def total_units(score: Score, memory: Tensor, e: int) -> Tensor:
             if start < right:
                 total[start:right] += h[:, start - left :].sum(0, dtype=torch.float64)
     return total
+
+
+def has_shortcut(score: Score, memory: Tensor) -> bool:
+    return score.kind == "linear" and memory.shape[0] > SHORTCUT["cuda" if memory.is_cuda else "cpu"]
 
 
 def _total_linear(memory: Tensor, e: int) -> Tensor:
