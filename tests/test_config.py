@@ -151,7 +151,7 @@ def test_recipes_by_name() -> None:
 
 def test_the_standard_memory_depends_on_what_it_is_for() -> None:
     first = recipes.standard("d-simclr", source="memory")
-    assert (first.memory_size, first.score, first.refresh) == (4096, "exponential:0.05", 256)
+    assert (first.memory_size, first.score, first.refresh) == (16384, "exponential:0.05", 256)
     assert recipes.standard("d-moco", source="memory").refresh == 256
     assert recipes.standard("d-simclr").memory_size == recipes.standard("simclr").memory_size == 512
     assert recipes.standard("d-moco").memory_size == 4096

@@ -23,7 +23,7 @@ def fingerprint(config: TrainConfig) -> str:
     idle = _idle(config)
     values = {name: value for name, value in config.identity().items() if name not in idle}
     if config.has_memory:
-        values["policy"] = config.memory_policy
+        values |= {"method": config.base_method, "policy": config.memory_policy}  # d-moco is moco with policy duel
     whole = {k: float(v) if type(v) is int else v for k, v in values.items()}  # 27 and 27.0 are one bias
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:10]
 

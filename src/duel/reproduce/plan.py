@@ -12,7 +12,7 @@ from ..errors import UserError, suggest
 from ..evaluation.settings import EvaluationSettings
 from .fingerprint import fingerprint
 from .paper import BIASES
-from .rows import ROWS, SCORES, TUNING, Row
+from .rows import ROWS, SCORES, Row
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ GRIDS: Mapping[str, Grid] = {
     ),
     "tuning": Grid(
         "how the recommended memory was found, at ×27",
-        (*_each("{}", "d-{}-ours"), *(f"d-{m}-{name}" for m in _METHODS for name in TUNING)),
+        (*_each("{}", "d-{}-ours"), *(name for name in ROWS if "-tune-" in name)),
         DRAWN[-1:],
     ),
     "negative-free": Grid("methods without negatives", ("simsiam", "byol"), _ENDS),
@@ -212,5 +212,9 @@ def plan_run(row: Row, data: Data, scale: Scale, seed: int, free: Mapping[str, A
     largest = scale.largest_memory
     if largest is not None and config.has_memory:
         memory = min(config.memory_size, largest)
-        changes |= {"memory_size": memory, "refresh": min(config.refresh, memory // 2)}
+        changes |= {
+            "memory_size": memory,
+            "refresh": min(config.refresh, memory // 2),
+            "queue": min(config.queue, largest),
+        }
     return Planned(row, data, scale, dataclasses.replace(config, **changes))

@@ -90,7 +90,12 @@ def _variants(base: str, word: str) -> list[Row]:
         control("compete", "ours, newcomers compete", ours, admit="compete"),
         control("adaptive", "ours, adaptive width", ours, policy="adaptive"),
     ]
-    rows += [control(name, f"ours but {label}", ours, **changes) for name, (label, changes) in TUNING.items()]
+    first = {**ours, "memory_size": 4096}
+    tried = TUNING if base == "moco" else {name: TUNING[name] for name in TUNING if name != "tune-no-queue"}
+    rows += [
+        control(name, ", ".join(["4,096 slots" * ("memory_size" not in changes), label]).strip(", "), first, **changes)
+        for name, (label, changes) in tried.items()
+    ]
     rows += [control(score.replace(":", ""), f"literal but score {score}", literal, score=score) for score in SCORES]
     return rows
 
@@ -99,21 +104,25 @@ _BASES: tuple[tuple[MethodName, str], ...] = (("simclr", "SimCLR"), ("moco", "Mo
 SCORES = ("quadratic", "gaussian:1", "gaussian:0.1", "exponential:0.05")
 """Of the ablation, besides linear, which is the literal row."""
 TUNING: Mapping[str, tuple[str, Settings]] = {
+    "tune-4096": ("", {}),
+    "tune-oracle": ("balanced by an oracle", {"policy": "oracle"}),
+    "tune-adaptive": ("adaptive width", {"policy": "adaptive"}),
     "tune-gaussian0.1": ("score gaussian:0.1", {"score": "gaussian:0.1"}),
     "tune-gaussian0.03": ("score gaussian:0.03", {"score": "gaussian:0.03"}),
     "tune-exponential0.1": ("score exponential:0.1", {"score": "exponential:0.1"}),
     "tune-exponential0.02": ("score exponential:0.02", {"score": "exponential:0.02"}),
-    "tune-2048": ("2,048 slots", {"memory_size": 2048}),
-    "tune-8192": ("8,192 slots", {"memory_size": 8192}),
-    "tune-16384": ("16,384 slots", {"memory_size": 16384}),
+    "tune-stream512": ("512 items looked at per step", {"stream_batch": 512}),
+    "tune-age64": ("nobody stays for more than 64 steps", {"max_age": 64}),
     "tune-refresh0": ("nothing encoded anew", {"refresh": 0}),
     "tune-refresh1024": ("1,024 slots encoded anew", {"refresh": 1024}),
     "tune-clean": ("clean views in memory", {"memory_view": "clean"}),
     "tune-augmented": ("augmented views in memory", {"memory_view": "augmented"}),
     "tune-backbone": ("compared by backbone features", {"space": "backbone"}),
-    "tune-stream512": ("512 items looked at per step", {"stream_batch": 512}),
+    "tune-no-queue": ("its embeddings as negatives", {"queue": 0}),
+    "tune-8192-stream512": ("8,192 slots, 512 items looked at per step", {"memory_size": 8192, "stream_batch": 512}),
+    "tune-32768": ("32,768 slots, 512 encoded anew", {"memory_size": 32768, "refresh": 512}),
 }
-"""What else was tried for the recommended memory, one change at a time."""
+"""What else was tried for the recommended memory: from a smaller one, one change at a time, and other sizes."""
 
 _ALL = [
     _plain("simclr", "SimCLR"),
