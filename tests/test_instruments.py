@@ -78,3 +78,12 @@ def test_each_warning_comes_once_and_when_it_should():
     (message,) = eye.warnings(eye.read(torch.arange(3), updates=1))
     assert "than the stream brings (20%)" in message
     assert "sharper --score" in message
+
+
+def test_a_score_that_sees_no_duplicates_is_said_to_be_too_sharp():
+    for score, count in (("exponential:0.001", 1), ("exponential:0.5", 0)):
+        memory = WorkingMemory(8, 16, Duel(score), IDS)
+        memory.update(isotropic(8, 16, 0), id=torch.arange(8))
+        eye = Instruments(memory, labels=None, classes=0, stream_largest=None, per_update=8)
+        said = eye.warnings(eye.read(torch.arange(3), updates=1))
+        assert len([message for message in said if "no item of the memory resembles another" in message]) == count

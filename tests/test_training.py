@@ -23,6 +23,7 @@ from duel.runlog import RunLog, read_metrics
 from duel.step import TrainingStep
 from duel.trained import evaluate, export, load_trained
 from duel.training import NonFiniteLoss, RunResult, train
+from duel.upkeep import Upkeep
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -125,6 +126,30 @@ def test_resume_continues_bit_for_bit(case: str, monkeypatch: pytest.MonkeyPatch
     ]
     assert lines[0] == lines[1]
     assert [row["step"] for row in lines[0]] == [2, 4, 6, 8]
+
+
+def test_a_stop_while_the_memory_is_filled_is_resumed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small("d-moco", source="memory", memory_size=70, queue=40, refresh=8)
+    go(dataclasses.replace(config, out="whole"))
+    said: list[str] = []
+    monkeypatch.setattr(RunLog, "doing", lambda self, what: said.append(what))
+    with monkeypatch.context() as patch:
+        offer = Upkeep._offer
+
+        def stop(self: Upkeep, *args: Any) -> None:
+            offer(self, *args)
+            if len(self.memory) > 40:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        patch.setattr(Upkeep, "_offer", stop)
+        stopped = go(dataclasses.replace(config, out="parts"))
+    assert (stopped.steps, stopped.finished) == (0, False)
+    assert said[-1].startswith("filling the memory: ")
+    assert said[-1] != "filling the memory: 70 of 70"
+    assert go(dataclasses.replace(config, out="parts"), resume=True).finished
+    assert "filling the memory: 70 of 70" in said
+    assert said[-1] == "filling the queue: 40 of 40"
+    assert_same(final_state("whole"), final_state("parts"))
 
 
 def test_training_learns_and_writes_its_origin() -> None:

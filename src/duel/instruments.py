@@ -103,7 +103,12 @@ class Instruments:
         if largest is not None and self.stream_largest is not None and largest > self.stream_largest + CONCENTRATED:
             said["concentrated"] = (
                 f"the memory holds more of its largest class ({largest:.0%}) than the stream brings "
-                f"({self.stream_largest:.0%}): use a sharper --score, such as gaussian:0.1, or --policy adaptive"
+                f"({self.stream_largest:.0%}): use a sharper --score, such as exponential:0.05"
+            )
+        if isinstance(self.memory.policy, Duel) and found["memory_duplicates_max"] == 0:
+            said["distinct"] = (
+                "the --score is so sharp that no item of the memory resembles another, and who leaves is arbitrary: "
+                "use a broader one, such as exponential:0.05"
             )
         new = [message for kind, message in said.items() if kind not in self._warned]
         self._warned.update(said)

@@ -45,6 +45,7 @@ class RunLog:
         self._path = out / METRICS
         self._files_work = True
         self._last_line = 0.0
+        self._last_doing = time.monotonic()
         self._writer = _tensorboard(out / TENSORBOARD, start) if tensorboard else None
         self._wandb = _wandb(wandb, out, config or {}) if wandb else None
         self._bar: Progress | None = None
@@ -97,6 +98,14 @@ class RunLog:
         self._to_files(step, metrics)
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=step)
+
+    def doing(self, what: str) -> None:
+        """What goes on before the first step, beside the bar; called often."""
+        if self._bar is not None:
+            self._bar.update(self._task, metrics=what)
+        elif time.monotonic() - self._last_doing > _SECONDS_BETWEEN_LINES:
+            self.say(f"{self.label}: {what}")
+            self._last_doing = time.monotonic()
 
     def say(self, message: str) -> None:
         """A message for the person watching, above the bar."""

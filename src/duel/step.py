@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,12 +198,20 @@ class TrainingStep:
 
     def fill_memory(self) -> None:
         """Fill the memory from the stream, and the queue from the memory."""
-        if self.upkeep is not None:
-            self.upkeep.fill(self.stream)
-        while self.queue is not None and self.upkeep is not None and not self.queue.full:
+        for _ in self.filling():
+            pass
+
+    def filling(self) -> Iterator[str]:
+        """The same, saying after each batch how far it is."""
+        if self.upkeep is None:
+            return
+        for count in self.upkeep.filling(self.stream):
+            yield f"filling the memory: {count:,} of {self.upkeep.memory.size:,}"
+        while self.queue is not None and not self.queue.full:
             count = min(self.queue.size - len(self.queue), self.config.batch_size)
             images, ids = self.upkeep.draw(count)
             self.queue.update(self._encode(images, augmented=True).projections, id=ids)
+            yield f"filling the queue: {len(self.queue):,} of {self.queue.size:,}"
 
     def read_loss(self) -> tuple[float, int | None]:
         """Mean loss since the last call, and the first step (from 0) whose loss was not finite, or None. Waits."""

@@ -158,7 +158,10 @@ class _Loop:
             ) as log,
             StopRequest(until) as stop,
         ):
-            step.fill_memory()
+            for how_far in step.filling():
+                log.doing(how_far)
+                if stop.requested:
+                    break
             self.began = time.monotonic()
             self._tick = (self.began, step.done)
             while step.done < step.steps and not stop.requested:

@@ -5,7 +5,7 @@ Residents and newcomers are always encoded alike, or a newcomer would look disti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,8 +40,11 @@ class Upkeep:
         # a full turn: every slot refreshed once, or, without refresh, as many newcomers as there are slots
         self.recentre_every = -(-config.memory_size // (config.refreshed_slots or config.stream_items))
 
-    def fill(self, stream: Stream) -> None:
-        """Fill every slot with a real item before the first step: random vectors would never look like duplicates."""
+    def filling(self, stream: Stream) -> Iterator[int]:
+        """Fill every slot with a real item before the first step: random vectors would never look like duplicates.
+
+        Yields how many there are, batch by batch; where it was left off, a next call goes on.
+        """
         memory = self.memory
         while not memory.full:
             images, ids = stream.next()
@@ -51,6 +54,7 @@ class Upkeep:
             if self.centre is not None and len(ids) == room:
                 self.recentre(encoded.features)  # before the memory is full and the policy counts
             self._offer(encoded, images, ids)
+            yield len(memory)
 
     def draw(self, count: int) -> tuple[Tensor, Tensor]:
         """Images uint8 (count, c, h, w) and ids int64 (count,) of different slots."""

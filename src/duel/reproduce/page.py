@@ -101,7 +101,7 @@ def _scale(
     if not mine:
         yield f"Not run. `duel reproduce all --scale {name}` runs it."
         return
-    yield _origin(mine)
+    yield _origin(mine) + (f" No memory has more than {scale.largest_memory} slots." if scale.largest_memory else "")
     yield "### Claims of the paper"
     yield _verdicts(_judged(claims.PAPER, evidence))
     yield "### What our form adds"
