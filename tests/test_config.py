@@ -51,6 +51,7 @@ from duel.optimizers import LARS, Schedule, build_optimizer, learning_rate
         ({"policy": "duell"}, "did you mean 'duel'"),
         ({"augment": "standrd"}, "did you mean 'standard'"),
         ({"method": "moco", "key_batchnorm": "bach"}, "did you mean 'batch'"),
+        ({"method": "d-moco", "policy": "adaptive", "adaptive_target": 0}, "adaptive_target must lie between 0 and 1"),
         ({"score": "gausian:1"}, "did you mean 'gaussian'.*exponential:TAU"),
         ({"score": "linear+gaussian:x"}, "must be a number"),
         ({"score": "exponential:1e9"}, "tau of the exponential score must lie between"),

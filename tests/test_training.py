@@ -96,7 +96,9 @@ CASES = {
     "d-moco": small("d-moco", policy="duel", symmetric=True),
     "d-simclr": small("d-simclr"),
     "d-moco-backbone": small("d-moco", space="backbone", refresh=8, memory_view="augmented"),
-    "d-simclr-reuse": small("d-simclr", reuse_newcomers=True, space="backbone", policy="adaptive"),
+    "d-simclr-reuse": small(
+        "d-simclr", reuse_newcomers=True, space="backbone", policy="adaptive", adaptive_target=0.01
+    ),
     "oracle": small("simclr", source="memory", policy="oracle", memory_negatives=True, stream_batch=24),
     "host": small("d-simclr", source="memory", memory_images="host", refresh=8, stream_batch=8),
     "memory-first": small("simsiam", source="memory", policy="reservoir", refresh=8, dwell=3),

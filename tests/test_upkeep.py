@@ -16,6 +16,7 @@ from duel.inputs import Inputs
 from duel.losses import unit
 from duel.machine import build_fabric
 from duel.modes import evaluating
+from duel.policies import AdaptiveDuel
 from duel.replacement import replace
 from duel.step import TrainingStep
 
@@ -128,6 +129,11 @@ def test_memory_first_moco_may_have_a_queue_of_its_own():
 
 
 # Who leaves ------------------------------------------------------------------------------------------------
+
+
+def test_the_adaptive_policy_gets_its_target():
+    assert start("d-moco", policy="adaptive", adaptive_target=0.02).memory.policy.target == 0.02
+    assert start("d-moco", policy="adaptive").memory.policy.target == AdaptiveDuel().target
 
 
 @pytest.mark.parametrize(

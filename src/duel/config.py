@@ -122,6 +122,9 @@ class TrainConfig:
     memory balanced."""
     score: str = "gaussian:0.1"
     """Collision score of the duel policy: linear, quadratic, gaussian:TAU, exponential:TAU, or a mix A+B."""
+    adaptive_target: float | None = None
+    """Policy adaptive: the share of the memory that its mean item is to have as expected duplicates. None: the policy's
+    own, which suits clusters; embeddings that a contrastive loss spreads want less, such as 0.001."""
     admit: Literal["always", "compete"] = "always"
     """always: every newcomer takes a slot. compete: a newcomer may be the duplicate and be turned away."""
     at_once: bool = False

@@ -45,6 +45,8 @@ def check(config: TrainConfig) -> None:
         if getattr(config, name) is not None:
             _positive(config, name)
     _at_least(config, "bias", 1)
+    if config.adaptive_target is not None and not 0 < config.adaptive_target < 1:
+        raise UserError(f"adaptive_target must lie between 0 and 1, got {config.adaptive_target}")
     for name in ("momentum", "key_momentum", "lr_end"):
         value = getattr(config, name)
         if value is not None and not 0 <= value <= 1:

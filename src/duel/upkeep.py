@@ -174,6 +174,8 @@ def build_policy(config: TrainConfig, inputs: Inputs) -> policies.Policy:
         given |= {"score": config.score, "admit": config.admit, "at_once": config.at_once}
     elif name == "adaptive":
         given |= {"admit": config.admit}
+        if config.adaptive_target is not None:
+            given["target"] = config.adaptive_target
     elif name in ("random", "reservoir"):
         given |= {"seed": config.seed}
     elif name == "oracle":

@@ -8,8 +8,8 @@ import json
 from ..config import TrainConfig
 
 MEMORY = (
-    "source", "stream_batch", "memory_size", "policy", "score", "admit", "at_once", "max_age", "refresh", "space",
-    "memory_negatives", "queue", "memory_view", "reuse_newcomers",
+    "source", "stream_batch", "memory_size", "policy", "score", "adaptive_target", "admit", "at_once", "max_age",
+    "refresh", "space", "memory_negatives", "queue", "memory_view", "reuse_newcomers",
 )  # fmt: skip
 """The settings that say what the working memory is."""
 
@@ -39,6 +39,7 @@ def _idle(config: TrainConfig) -> set[str]:
         policy = config.memory_policy
         idle |= set() if policy == "duel" else {"score", "at_once"}
         idle |= set() if policy in ("duel", "adaptive") else {"admit"}
+        idle |= set() if policy == "adaptive" else {"adaptive_target"}
     if config.bias_kind == "weights":
         idle.add("bias")
     elif config.bias == 1:

@@ -107,6 +107,7 @@ TUNING: Mapping[str, tuple[str, Settings]] = {
     "tune-4096": ("", {}),
     "tune-oracle": ("balanced by an oracle", {"policy": "oracle"}),
     "tune-adaptive": ("adaptive width", {"policy": "adaptive"}),
+    "tune-adaptive0.001": ("adaptive width, target 0.001", {"policy": "adaptive", "adaptive_target": 0.001}),
     "tune-gaussian0.1": ("score gaussian:0.1", {"score": "gaussian:0.1"}),
     "tune-gaussian0.03": ("score gaussian:0.03", {"score": "gaussian:0.03"}),
     "tune-exponential0.1": ("score exponential:0.1", {"score": "exponential:0.1"}),
@@ -118,6 +119,10 @@ TUNING: Mapping[str, tuple[str, Settings]] = {
     "tune-clean": ("clean views in memory", {"memory_view": "clean"}),
     "tune-augmented": ("augmented views in memory", {"memory_view": "augmented"}),
     "tune-backbone": ("compared by backbone features", {"space": "backbone"}),
+    "tune-backbone-exponential0.1": (
+        "compared by backbone features, score exponential:0.1",
+        {"space": "backbone", "score": "exponential:0.1"},
+    ),
     "tune-no-queue": ("its embeddings as negatives", {"queue": 0}),
     "tune-8192-stream512": ("8,192 slots, 512 items looked at per step", {"memory_size": 8192, "stream_batch": 512}),
     "tune-32768": ("32,768 slots, 512 encoded anew", {"memory_size": 32768, "refresh": 512}),
