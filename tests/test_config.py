@@ -52,6 +52,7 @@ from duel.optimizers import LARS, Schedule, build_optimizer, learning_rate
         ({"augment": "standrd"}, "did you mean 'standard'"),
         ({"method": "moco", "key_batchnorm": "bach"}, "did you mean 'batch'"),
         ({"method": "d-moco", "policy": "adaptive", "adaptive_target": 0}, "adaptive_target must lie between 0 and 1"),
+        ({"method": "d-moco", "adaptive_target": 0.01}, "adaptive_target is for policy adaptive, got policy None"),
         ({"score": "gausian:1"}, "did you mean 'gaussian'.*exponential:TAU"),
         ({"score": "linear+gaussian:x"}, "must be a number"),
         ({"score": "exponential:1e9"}, "tau of the exponential score must lie between"),
@@ -154,6 +155,10 @@ def test_the_standard_memory_depends_on_what_it_is_for() -> None:
     first = recipes.standard("d-simclr", source="memory")
     assert (first.memory_size, first.score, first.refresh) == (16384, "exponential:0.05", 256)
     assert recipes.standard("d-moco", source="memory").refresh == 256
+    assert recipes.standard("d-moco", source="memory").queue == 4096
+    assert recipes.standard("d-moco", "digits", source="memory").queue == 256
+    assert recipes.demo("d-moco", source="memory").queue == 256
+    assert recipes.standard("d-moco").queue == recipes.standard("d-simclr", source="memory").queue == 0
     assert recipes.standard("d-simclr").memory_size == recipes.standard("simclr").memory_size == 512
     assert recipes.standard("d-moco").memory_size == 4096
 

@@ -61,6 +61,12 @@ def test_mistakes_are_mended_by_many_programs(monkeypatch, kind, score, admit):
     assert (got.duplicates.cpu() - want.duplicates).abs().max() <= rounding(memory, score)
 
 
+def test_a_newcomer_that_competes_loses_a_tie_with_the_very_last_slot():
+    memory = normalize(torch.randn(4096, 32, generator=torch.Generator().manual_seed(0)), dim=1).cuda()
+    got = replace(memory, memory[-1:], score="exponential:0.01", admit="compete", engine="fused")
+    assert got.slots.tolist() == [4095]
+
+
 POLICIES = {
     "fifo": Fifo,
     "random": Random,

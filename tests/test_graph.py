@@ -126,6 +126,7 @@ def test_a_memory_updated_beside_the_backward_pass_is_the_same(method, graph, mo
         step.fill_memory()
         for _ in range(40):
             step()
+        assert not graph or step.graph._graph is not None
         found.append((step.read_loss()[0], step.memory["id"].cpu()))
     assert abs(found[0][0] - found[1][0]) < 1e-3
     assert (found[0][1] == found[1][1]).float().mean() > 0.9

@@ -38,6 +38,20 @@ def test_a_policy_of_ones_own():
     assert resumed.update(isotropic(3, 8, 9)).tolist() == own.update(isotropic(3, 8, 9)).tolist()
 
 
+def test_expected_duplicates_saved_in_other_units_are_counted_anew():
+    memory = WorkingMemory(30, 8, Duel("exponential:0.1"))
+    memory.update(clusters(40, 8, 0)[0].float())
+    state = memory.state_dict()
+    (extra,) = [value for key, value in state.items() if key.endswith("_extra_state") and "exponent" in value]
+    want = memory.policy.duplicates.clone()
+    for saved, counted in ((extra["exponent"], True), (extra["exponent"] + 10, False)):
+        extra["exponent"] = saved
+        other = WorkingMemory(30, 8, Duel("exponential:0.1"))
+        other.load_state_dict(state)
+        assert other.policy._counted == counted
+        assert torch.equal(other.expected_duplicates(), want)
+
+
 def test_fifo_is_a_queue():
     memory = WorkingMemory(5, 8, "fifo", {"id": ((), torch.int64)})
     number = 0

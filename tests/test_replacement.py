@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import duel
 from duel import scores
 from duel.errors import UserError
-from duel.replacement import dense, expected_duplicates, fused, replace, replace_unchecked
+from duel.replacement import dense, expected_duplicates, fused, kernels, replace, replace_unchecked
 from duel.replacement.units import exact_products, exponent, total_units
 from pools import clusters, isotropic, judge, lattice, rounding
 
@@ -182,6 +182,22 @@ def test_skipped_rows_change_nothing(engine, admit):
     assert got.slots[skip].tolist() == [-1] * 4
     assert got.slots[~skip].tolist() == want.slots.tolist()
     assert (got.duplicates - want.duplicates).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("size", [16, pytest.param(fused.WHOLE, marks=pytest.mark.slow)])
+def test_a_newcomer_that_competes_loses_a_tie_with_the_very_last_slot(engine, size):
+    """The last place that a key has room for must be nobody's but a newcomer's."""
+    memory = isotropic(size, 16, 0)
+    got = replace(memory, memory[-1:], score="exponential:0.01", admit="compete", engine=engine)
+    assert got.slots.tolist() == [size - 1]
+
+
+def test_keys_have_room_for_all_places_and_one_more():
+    assert fused.WHOLE < 2**kernels.PLACE_BITS_OF_ALL
+    assert fused.CANDIDATES < 2**kernels.PLACE_BITS
+    # N stays below size · 2^e, and keys below 2^63
+    assert (fused.WHOLE + fused.BLOCK).bit_length() + exponent(fused.WHOLE) + kernels.PLACE_BITS_OF_ALL < 63
 
 
 @pytest.mark.parametrize("engine", ["dense", "fused"])

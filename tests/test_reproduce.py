@@ -78,6 +78,11 @@ def test_a_row_differs_from_its_rival_in_the_policy_only() -> None:
     assert changed == ["method: d-simclr -> simclr", "policy: duel -> reservoir"]
 
 
+def test_a_small_scale_bounds_the_queue_too() -> None:
+    (run,) = runs_of("table2", "smoke", rows=["d-moco-ours"], biases=[27.0])
+    assert run.config.memory_size == run.config.queue == 128
+
+
 def test_the_paper_scale_is_the_paper_s_recipe() -> None:
     config = runs_of("table2", "paper", rows=("d-moco-literal",), biases=(27.0,))[0].config
     assert (config.backbone, config.steps, config.lr, config.temperature) == ("resnet50", 40_000, 0.05, 0.7)
@@ -301,6 +306,10 @@ def test_settings_that_do_nothing_in_a_run_do_not_make_it_another() -> None:
     assert not changed(simclr, bias_mode="subset", bias_class=3, bias_kind="longtail")
     assert not changed(moco, score="linear", at_once=True, admit="compete", policy="fifo")
     assert not changed(duel, policy="duel")
+    assert fingerprint(duel) == fingerprint(dataclasses.replace(moco, policy="duel")) != fingerprint(moco)
+    first = dataclasses.replace(duel, source="memory")
+    assert changed(first, queue=64)
+    assert changed(dataclasses.replace(first, policy="adaptive"), adaptive_target=0.01)
     assert all(changed(moco, **{name: value}) for name, value in {"memory_size": 7, "refresh": 5, "max_age": 3}.items())
     assert all(changed(duel, **{name: value}) for name, value in {"score": "linear", "admit": "compete"}.items())
     biased = dataclasses.replace(simclr, bias=3.0)

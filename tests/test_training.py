@@ -135,23 +135,42 @@ def test_a_stop_while_the_memory_is_filled_is_resumed_there(monkeypatch: pytest.
     go(dataclasses.replace(config, out="whole"))
     said: list[str] = []
     monkeypatch.setattr(RunLog, "doing", lambda self, what: said.append(what))
-    with monkeypatch.context() as patch:
-        offer = Upkeep._offer
+    offer = Upkeep._offer
+    for turn, upto in enumerate((16, 48)):  # each time a batch further
+        with monkeypatch.context() as patch:
 
-        def stop(self: Upkeep, *args: Any) -> None:
-            offer(self, *args)
-            if len(self.memory) > 40:
-                os.kill(os.getpid(), signal.SIGTERM)
+            def stop(self: Upkeep, *args: Any, upto: int = upto) -> None:
+                offer(self, *args)
+                if len(self.memory) >= upto:
+                    os.kill(os.getpid(), signal.SIGTERM)
 
-        patch.setattr(Upkeep, "_offer", stop)
-        stopped = go(dataclasses.replace(config, out="parts"))
-    assert (stopped.steps, stopped.finished) == (0, False)
-    assert said[-1].startswith("filling the memory: ")
-    assert said[-1] != "filling the memory: 70 of 70"
+            patch.setattr(Upkeep, "_offer", stop)
+            stopped = go(dataclasses.replace(config, out="parts"), resume=turn > 0)
+        assert (stopped.steps, stopped.finished) == (0, False)
+        assert said[-2:] == [f"filling the memory: {upto} of 70", ""]
+    said.clear()
     assert go(dataclasses.replace(config, out="parts"), resume=True).finished
-    assert "filling the memory: 70 of 70" in said
-    assert said[-1] == "filling the queue: 40 of 40"
+    assert said[:2] == ["filling the memory: 64 of 70", "filling the memory: 70 of 70"]
+    assert said[-2:] == ["filling the queue: 40 of 40", ""]
     assert_same(final_state("whole"), final_state("parts"))
+
+
+def test_filling_is_told_in_a_log_now_and_then(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now = [100.0]
+    monkeypatch.setattr("duel.runlog.time.monotonic", lambda: now[0])
+    said = io.StringIO()
+    log = RunLog(tmp_path, columns=[], steps=5, label="moco", tensorboard=False, console=Console(file=said, width=200))
+    with log:
+        for what in ("one", "two", "three", "four", ""):
+            log.doing(what)
+            now[0] += 6
+    assert said.getvalue().splitlines() == ["moco: three"]
+
+
+def test_a_memory_larger_than_the_data_is_a_warning() -> None:
+    said = io.StringIO()
+    go(small(source="memory", memory_size=2000, steps=1), console=Console(file=said, width=200))
+    assert "the memory has 2,000 slots, more than the 1,297 images" in said.getvalue()
 
 
 def test_training_learns_and_writes_its_origin() -> None:

@@ -19,7 +19,6 @@ _OF_THE_MEMORY = (
     "max_age",
     "space",
     "memory_negatives",
-    "queue",
     "memory_view",
     "reuse_newcomers",
     "memory_images",
@@ -45,8 +44,11 @@ def check(config: TrainConfig) -> None:
         if getattr(config, name) is not None:
             _positive(config, name)
     _at_least(config, "bias", 1)
-    if config.adaptive_target is not None and not 0 < config.adaptive_target < 1:
-        raise UserError(f"adaptive_target must lie between 0 and 1, got {config.adaptive_target}")
+    if config.adaptive_target is not None:
+        if not 0 < config.adaptive_target < 1:
+            raise UserError(f"adaptive_target must lie between 0 and 1, got {config.adaptive_target}")
+        if config.policy != "adaptive":
+            raise UserError(f"adaptive_target is for policy adaptive, got policy {config.policy!r}; leave it out")
     for name in ("momentum", "key_momentum", "lr_end"):
         value = getattr(config, name)
         if value is not None and not 0 <= value <= 1:
@@ -98,8 +100,8 @@ def _check_memory(config: TrainConfig) -> None:
     if config.memory_negatives and (config.base_method != "simclr" or config.source != "memory"):
         raise UserError(
             f"memory_negatives is for simclr and d-simclr with source memory, got {config.method!r} with source "
-            f"{config.source!r}: moco always has the memory's slots as negatives, and so has a stream-first d-simclr; "
-            "simsiam and byol have no negatives"
+            f"{config.source!r}: moco has the memory's slots as negatives unless it has a queue, and so has a "
+            "stream-first d-simclr; simsiam and byol have no negatives"
         )
     if config.reuse_newcomers and (config.source == "memory" or not config.memory_holds_images):
         why = "batches are drawn from the memory" if config.source == "memory" else "the memory holds embeddings"

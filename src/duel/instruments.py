@@ -11,7 +11,7 @@ from torch import Tensor
 from .evaluation import memory as measures
 from .evaluation.geometry import class_cosines
 from .memory import WorkingMemory
-from .policies import Duel
+from .policies import AdaptiveDuel, Duel
 
 #: Above so many slots N is shown only where the policy carries it: counting it would take longer than a step.
 COUNTED_UP_TO = 16384
@@ -103,12 +103,13 @@ class Instruments:
         if largest is not None and self.stream_largest is not None and largest > self.stream_largest + CONCENTRATED:
             said["concentrated"] = (
                 f"the memory holds more of its largest class ({largest:.0%}) than the stream brings "
-                f"({self.stream_largest:.0%}): use a sharper --score, such as exponential:0.05"
+                f"({self.stream_largest:.0%}): use a sharper --score (exponential:0.05 is sharper than gaussian:0.1)"
             )
         if isinstance(self.memory.policy, Duel) and found["memory_duplicates_max"] == 0:
+            adaptive = isinstance(self.memory.policy, AdaptiveDuel)
             said["distinct"] = (
-                "the --score is so sharp that no item of the memory resembles another, and who leaves is arbitrary: "
-                "use a broader one, such as exponential:0.05"
+                "no item of the memory resembles another by the score, so that newcomers only replace each other in "
+                f"the first slot: {'raise --adaptive-target' if adaptive else 'use a broader --score'}"
             )
         new = [message for kind, message in said.items() if kind not in self._warned]
         self._warned.update(said)

@@ -100,10 +100,10 @@ class RunLog:
             self._wandb.log(dict(metrics), step=step)
 
     def doing(self, what: str) -> None:
-        """What goes on before the first step, beside the bar; called often."""
+        """What goes on before the first step, beside the bar; called often, at last with nothing."""
         if self._bar is not None:
             self._bar.update(self._task, metrics=what)
-        elif time.monotonic() - self._last_doing > _SECONDS_BETWEEN_LINES:
+        elif what and time.monotonic() - self._last_doing > _SECONDS_BETWEEN_LINES:
             self.say(f"{self.label}: {what}")
             self._last_doing = time.monotonic()
 

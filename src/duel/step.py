@@ -1,4 +1,5 @@
-"""One training step: sample → augment → forward → backward → optimizer → momentum copy → memory.
+"""One training step: sample → augment → forward → backward → optimizer → momentum copy → memory (which, where it waits
+for none of these, is updated beside the backward pass).
 
 A step takes nothing and returns nothing. The stream fills preallocated tensors; everything after that (`compute`) reads
 and writes tensors that live on the device and never waits for them, so that it can be run eagerly, captured as one CUDA
@@ -150,7 +151,7 @@ class TrainingStep:
         self.schedule.set(self._count)
         self._optimizer.step()
         self.method.after_step(self._count[0] / self.steps)
-        self._record(output.loss.detach())  # before the memory, which may refuse what a diverged encoder gives
+        self._record(output.loss.detach())  # on a CPU before the memory, which refuses what a diverged encoder gives
         if self._side is None:
             self._update_memory(output)
         else:

@@ -158,10 +158,13 @@ class _Loop:
             ) as log,
             StopRequest(until) as stop,
         ):
+            self._warn_of_size(log)
             for how_far in step.filling():
+                self.saved_at = -1  # what is filled is not saved yet
                 log.doing(how_far)
                 if stop.requested:
                     break
+            log.doing("")
             self.began = time.monotonic()
             self._tick = (self.began, step.done)
             while step.done < step.steps and not stop.requested:
@@ -182,6 +185,14 @@ class _Loop:
                     f"Continue with: duel train --out {self.out} --resume"
                 )
         return RunResult(self.out, step.done, finished, self.metrics, self.seconds, stop.name)
+
+    def _warn_of_size(self, log: RunLog) -> None:
+        config, images = self.config, self.inputs.items
+        if config.source == "memory" and config.memory_size > images:
+            log.say(
+                f"warning: the memory has {config.memory_size:,} slots, more than the {images:,} images of the data, "
+                "and will hold some of them twice; lower --memory-size"
+            )
 
     def _mention_graph(self, log: RunLog) -> None:
         why = self.step.why_eager

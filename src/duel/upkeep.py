@@ -62,7 +62,8 @@ class Upkeep:
         return self.memory.fetch("image", slots), self.memory.fetch("id", slots)
 
     def update(self, images: Tensor, ids: Tensor, trained: StepOutput) -> None:
-        """Re-encode some residents and offer the stream's items, after the optimizer's step (Algorithm 2).
+        """Re-encode some residents and offer the stream's items; after the optimizer's step (Algorithm 2), if anything
+        is encoded here.
 
         trained: what the training pass gave, for where these very items were its batch.
         """

@@ -60,7 +60,7 @@ class Duel(Policy):
         self._counted = False
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"counted": self._counted, "score": self._score.name}
+        return {"counted": self._counted, "score": self._score.name, "exponent": exponent(len(self.duplicates))}
 
     def check_state(self, state: Any) -> None:
         if not isinstance(state, dict) or not {"counted", "score"} <= state.keys():
@@ -69,7 +69,8 @@ class Duel(Policy):
             raise UserError(f"state_dict was saved with score {state['score']!r}, this policy has {self._score.name!r}")
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        self._counted = state["counted"]
+        # N in other units, of an older version, is counted anew
+        self._counted = state["counted"] and state.get("exponent") == exponent(len(self.duplicates))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moved with the memory, but never narrowed: N needs its 53 bits when the embeddings become bfloat16."""

@@ -21,7 +21,7 @@ from duel.replacement.units import CHUNK_ELEMENTS, has_shortcut, to_units, total
 from duel.scores import Score
 from duel.slots import last_newcomer
 
-#: Up to so many slots everything is simulated and there is nothing to verify. Places take 12 bits of a key.
+#: Up to so many slots everything is simulated and there is nothing to verify.
 WHOLE = 4096
 #: Newcomers at a time.
 BLOCK = 512
@@ -140,7 +140,8 @@ class _Launch:
     def _pairs(self, items: Tensor, residents: int) -> tuple[Tensor, Tensor]:
         """h of all pairs as the simulation wants it, and each item's sum over the `residents` in front."""
         count = items.shape[0]
-        room = count * count + math.prod(_shape(residents, count - residents)) * self.kernels.TOGETHER
+        together: int = self.kernels.TOGETHER
+        room = count * count + math.prod(_shape(residents, count - residents, together)) * together
         cosines = items.new_empty(room)[: count * count].view(count, count)
         torch.mm(items, items.T, out=cosines)
         if cosines.element_size() == 4:  # in place
@@ -190,29 +191,32 @@ class _Simulation:
         count, size = launch.incoming.shape[0], launch.memory.shape[0]
         self.launch, self.h, self.total, self.arriving, self.skip = launch, h, total, arriving, skip
         self.candidates = candidates
-        self.slots, self.evicted = total.new_empty((2, count), dtype=torch.int64)
-        self.level, self.after = total.new_empty(count), torch.empty_like(total)
-        self.source = total.new_empty(0 if candidates is None else size, dtype=torch.int32)
+        self.slots, self.after = total.new_empty(count, dtype=torch.int64), torch.empty_like(total)
+        # for verifying and mending, where not all slots are simulated
+        some = candidates is not None
+        self.evicted = total.new_empty(count if some else 0, dtype=torch.int64)
+        self.level = total.new_empty(count if some else 0)
+        self.source = total.new_empty(size if some else 0, dtype=torch.int32)
         self.first_wrong = None if candidates is None else total.new_full((1,), count, dtype=torch.int32)
 
     def run(self, *, again: bool = False) -> None:
         """again: only if a mistake was found, and only up to it."""
         launch, size = self.launch, self.total.shape[0]
         places = size if self.candidates is None else self.candidates.shape[0]
-        parts, threads = _shape(places, self.skip.shape[0])
-        launch.kernels.simulate_kernel[(1,)](
+        kernels = launch.kernels
+        parts, threads = _shape(places, self.skip.shape[0], kernels.TOGETHER)
+        kernels.simulate_kernel[(1,)](
             self.h, self.total, self.arriving, self.skip, self.candidates, self.slots, self.evicted,
             self.level, self.after, self.source, self.first_wrong, places, self.skip.shape[0], size,
-            COMPETE=launch.compete, AGAIN=again, PARTS=parts, THREADS=threads, TOGETHER=launch.kernels.TOGETHER,
-            PLACE_BITS=launch.kernels.PLACE_BITS, num_warps=threads // 32,
+            COMPETE=launch.compete, AGAIN=again, PARTS=parts, THREADS=threads, TOGETHER=kernels.TOGETHER,
+            PLACE_BITS=kernels.PLACE_BITS_OF_ALL if self.candidates is None else kernels.PLACE_BITS,
+            num_warps=threads // 32,
         )  # fmt: skip
 
 
-def _shape(residents: int, newcomers: int) -> tuple[int, int]:
+def _shape(residents: int, newcomers: int, together: int) -> tuple[int, int]:
     """Parts and threads of `simulate_kernel`: a place for each item."""
-    from duel.replacement.kernels import TOGETHER
-
-    groups = _power(residents) // TOGETHER
+    groups = _power(residents) // together
     threads = max(32, _power(newcomers), min(512, groups))
     return max(1, groups // threads), threads
 

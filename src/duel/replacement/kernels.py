@@ -14,8 +14,9 @@ import triton.language as tl
 PLAIN, LINEAR, QUADRATIC, GAUSSIAN, EXPONENTIAL = range(5)
 KINDS = {"linear": LINEAR, "quadratic": QUADRATIC, "gaussian": GAUSSIAN, "exponential": EXPONENTIAL}
 
-#: Bits of an arg-max key that hold a candidate's place; N in units takes the 51 above them.
-PLACE_BITS = 12
+#: Bits of an arg-max key that hold a candidate's place. N in units takes the 51 above them, and 43 where all slots are
+#: simulated: there one bit more lets a newcomer that competes have a place behind 4,096 slots.
+PLACE_BITS, PLACE_BITS_OF_ALL = 12, 13
 #: Neighbouring residents of one thread: what it loads at a time.
 TOGETHER = 4
 
@@ -114,7 +115,7 @@ def simulate_kernel(
     slot of a resident: N after.
     An item's key is its N followed by its place counted from the end, so the largest key is the largest N at the lowest
     slot. A resident's place is its own number, so its key tells which it is. A newcomer that competes has the last
-    place: it loses ties.
+    place, which no resident may have (candidates < 2^PLACE_BITS): it loses ties.
     AGAIN: only if there was a mistake, and only up to it, so that the literal kernel can go on from there; it also says
     which row of memory, or rows + b, the residents' slots hold by then (`source`).
 

@@ -155,7 +155,7 @@ GRIDS: Mapping[str, Grid] = {
         DRAWN[-1:],
     ),
     "tuning": Grid(
-        "how the recommended memory was found, at ×27",
+        "how the recommended memory is found, at ×27, from 4,096 slots (where a scale allows so many)",
         (*_each("{}", "d-{}-ours"), *(name for name in ROWS if "-tune-" in name)),
         DRAWN[-1:],
     ),
