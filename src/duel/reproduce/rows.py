@@ -125,6 +125,10 @@ TUNING: Mapping[str, tuple[str, Settings]] = {
     ),
     "tune-no-queue": ("its embeddings as negatives", {"queue": 0}),
     "tune-8192-stream512": ("8,192 slots, 512 items looked at per step", {"memory_size": 8192, "stream_batch": 512}),
+    "tune-16384-backbone": (
+        "16,384 slots, compared by backbone features",
+        {"memory_size": 16384, "space": "backbone"},
+    ),
     "tune-32768": ("32,768 slots, 512 encoded anew", {"memory_size": 32768, "refresh": 512}),
 }
 """What else is tried for the recommended memory: one change at a time from 4,096 slots, and other sizes."""
