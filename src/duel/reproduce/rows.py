@@ -129,6 +129,14 @@ TUNING: Mapping[str, tuple[str, Settings]] = {
         "16,384 slots, compared by backbone features",
         {"memory_size": 16384, "space": "backbone"},
     ),
+    "tune-16384-backbone-stream512": (
+        "16,384 slots, compared by backbone features, 512 items looked at per step",
+        {"memory_size": 16384, "space": "backbone", "stream_batch": 512},
+    ),
+    "tune-32768-backbone": (
+        "32,768 slots, compared by backbone features, 512 encoded anew",
+        {"memory_size": 32768, "space": "backbone", "refresh": 512},
+    ),
     "tune-32768": ("32,768 slots, 512 encoded anew", {"memory_size": 32768, "refresh": 512}),
 }
 """What else is tried for the recommended memory: one change at a time from 4,096 slots, and other sizes."""
