@@ -57,6 +57,7 @@ def _plain(name: MethodName, label: str) -> Row:
 def _variants(base: str, word: str) -> list[Row]:
     """The D-rows of one method and what they are compared with at equal budget."""
     method: Any = f"d-{base}"
+    other = "moco" if base == "simclr" else "simclr"
     literal, ours, stream = LITERAL[method], recommended(method, "memory"), recommended(method, "stream")
 
     def memory_first(policy: str, label: str) -> Row:
@@ -94,7 +95,7 @@ def _variants(base: str, word: str) -> list[Row]:
     rows += [
         control(name, f"tried: {label}", first, **changes)
         for name, (label, changes) in TUNING.items()
-        if base == "moco" or "queue" not in changes
+        if not ONLY[other].intersection(changes)
     ]
     rows += [control(score.replace(":", ""), f"literal but score {score}", literal, score=score) for score in SCORES]
     return rows
@@ -137,9 +138,19 @@ TUNING: Mapping[str, tuple[str, Settings]] = {
         "32,768 slots, compared by backbone features, 512 encoded anew",
         {"memory_size": 32768, "space": "backbone", "refresh": 512},
     ),
+    "tune-32768-backbone-negatives": (
+        "32,768 slots, compared by backbone features, 512 encoded anew, all of them negatives",
+        {"memory_size": 32768, "space": "backbone", "refresh": 512, "memory_negatives": True},
+    ),
+    "tune-32768-oracle": (
+        "32,768 slots, balanced by an oracle, 512 encoded anew",
+        {"memory_size": 32768, "policy": "oracle", "refresh": 512},
+    ),
     "tune-32768": ("32,768 slots, 512 encoded anew", {"memory_size": 32768, "refresh": 512}),
 }
 """What else is tried for the recommended memory: one change at a time from 4,096 slots, and other sizes."""
+ONLY: Mapping[str, frozenset[str]] = {"moco": frozenset({"queue"}), "simclr": frozenset({"memory_negatives"})}
+"""Settings that one method alone has."""
 
 _ALL = [
     _plain("simclr", "SimCLR"),
