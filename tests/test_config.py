@@ -153,8 +153,10 @@ def test_recipes_by_name() -> None:
 
 def test_the_standard_memory_depends_on_what_it_is_for() -> None:
     first = recipes.standard("d-simclr", source="memory")
-    assert (first.memory_size, first.score, first.refresh) == (16384, "exponential:0.05", 256)
-    assert recipes.standard("d-moco", source="memory").refresh == 256
+    assert (first.memory_size, first.score, first.refresh) == (32768, "exponential:0.05", 512)
+    assert first.space == "backbone"
+    moco = recipes.standard("d-moco", source="memory")
+    assert (moco.memory_size, moco.refresh, moco.space) == (16384, 256, "projection")
     assert recipes.standard("d-moco", source="memory").queue == 4096
     assert recipes.standard("d-moco", "digits", source="memory").queue == 256
     assert recipes.demo("d-moco", source="memory").queue == 256

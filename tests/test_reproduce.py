@@ -60,7 +60,7 @@ def test_table2_is_the_issue_s_grid_and_whole_seeds_come_first() -> None:
     assert len(plan) == 6 * 4 * 3
     seeds = [p.config.seed for p in plan]
     assert seeds == sorted(seeds)
-    one = [(p.row.name, p.config.bias) for p in plan if p.config.seed == 0]
+    one = [(p.row.name, p.config.bias) for p in plan if p.config.seed == 2]
     assert one[:5] == [("simclr", 1), ("simclr", 3), ("simclr", 9), ("simclr", 27), ("d-simclr-literal", 1)]
     for p in plan:
         assert (p.config.steps, p.config.backbone, p.config.batch_size) == (5000, "resnet18", 256)
@@ -69,6 +69,17 @@ def test_table2_is_the_issue_s_grid_and_whole_seeds_come_first() -> None:
     assert {(c.score, c.memory_size, c.refreshed_slots, c.source) for c in literal.values()} == {
         ("linear", 2048, 0, "stream"), ("linear", 512, 512, "stream")
     }  # fmt: skip
+
+
+def test_the_tuning_has_seeds_of_its_own() -> None:
+    scale = SCALES["short"]
+    assert not set(scale.seeds) & set(scale.tuned_on)
+    assert {p.config.seed for p in runs_of("tuning", "short")} == set(scale.tuned_on)
+    assert {p.config.seed for p in runs_of("tuning", "short", seeds=(7,))} == {7}
+    everything = runs_of("all", "short")
+    assert {p.config.seed for p in everything} == {*scale.seeds, *scale.tuned_on}
+    assert not any("-tune-" in p.row.name for p in everything if p.config.seed in scale.seeds)
+    assert {p.config.seed for p in runs_of("tuning", "digits")} == set(SCALES["digits"].seeds)
 
 
 def test_a_row_differs_from_its_rival_in_the_policy_only() -> None:
@@ -309,6 +320,8 @@ def test_settings_that_do_nothing_in_a_run_do_not_make_it_another() -> None:
     assert fingerprint(duel) == fingerprint(dataclasses.replace(moco, policy="duel")) != fingerprint(moco)
     first = dataclasses.replace(duel, source="memory")
     assert changed(first, queue=64)
+    assert changed(first, space="backbone")
+    assert not changed(dataclasses.replace(first, policy="reservoir"), space="backbone")  # compares nothing
     assert changed(dataclasses.replace(first, policy="adaptive"), adaptive_target=0.01)
     assert all(changed(moco, **{name: value}) for name, value in {"memory_size": 7, "refresh": 5, "max_age": 3}.items())
     assert all(changed(duel, **{name: value}) for name, value in {"score": "linear", "admit": "compete"}.items())

@@ -38,7 +38,8 @@ _STANDARD: dict[str, dict[str, Any]] = {
 
 # The memory that the standard recipe recommends; the only place to change it. docs/decisions.md says what is known.
 # Stream-first it gives negatives: SimCLR re-encodes all of it in each step, so it is small. Memory-first it is what is
-# trained on, so it is large, and kept fresh for the policy's sake; MoCo then has its queue beside it.
+# trained on, so it is large, and kept fresh for the policy's sake; MoCo then has its queue beside it. What SimCLR's
+# policy compares best did worse for MoCo.
 D_MOCO_REFRESH = 64  # without it D-MoCo was below plain MoCo
 _QUEUE = 4096  # MoCo's negatives
 _STREAM_FIRST: dict[str, dict[str, Any]] = {
@@ -47,6 +48,7 @@ _STREAM_FIRST: dict[str, dict[str, Any]] = {
     "d-moco": {"memory_size": _QUEUE, "score": "gaussian:0.1", "refresh": D_MOCO_REFRESH},
 }
 _MEMORY_FIRST: dict[str, Any] = {"memory_size": 16384, "score": "exponential:0.05", "refresh": 256}
+_MEMORY_FIRST_SIMCLR: dict[str, Any] = _MEMORY_FIRST | {"memory_size": 32768, "refresh": 512, "space": "backbone"}
 _DIGITS_MEMORY = 256  # of 1,297 images to train on
 
 
@@ -70,8 +72,11 @@ def standard(
         "projection": "mlp",
         "augment": "standard",
         **_STANDARD[base],
-        **(_MEMORY_FIRST if source == "memory" else _STREAM_FIRST.get(method, _STREAM_FIRST.get(base, {}))),
     }
+    if source == "memory":
+        settings |= _MEMORY_FIRST_SIMCLR if base == "simclr" else _MEMORY_FIRST
+    else:
+        settings |= _STREAM_FIRST.get(method, _STREAM_FIRST.get(base, {}))
     if data == "digits":
         settings |= {"augment": "digits", "backbone": "convnet"}
         if source == "memory":

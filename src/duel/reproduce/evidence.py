@@ -24,13 +24,18 @@ BALANCED = Data()
 
 
 class Evidence:
-    """The runs of one scale and one length."""
+    """The runs of one scale and one length: those of the seeds that our settings were chosen on (`tuning`), or all
+    others."""
 
-    def __init__(self, records: Iterable[Record], scale: Scale, steps: int | None = None) -> None:
+    def __init__(
+        self, records: Iterable[Record], scale: Scale, steps: int | None = None, *, tuning: bool = False
+    ) -> None:
         self.scale = scale if steps is None else scale.of_length(steps)
         self._hashes: dict[tuple[str, Data], str] = {}
         self._runs: dict[str, list[Record]] = defaultdict(list)
         for record in records:
+            if scale.tuned_on and (record.seed in scale.tuned_on) != tuning:
+                continue
             self._runs[fingerprint(dataclasses.replace(record.config, seed=0))].append(record)
 
     @property

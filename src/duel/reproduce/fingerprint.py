@@ -39,6 +39,7 @@ def _idle(config: TrainConfig) -> set[str]:
         policy = config.memory_policy
         idle |= set() if policy == "duel" else {"score", "at_once"}
         idle |= set() if policy in ("duel", "adaptive") else {"admit"}
+        idle |= {"space"} if policy in ("fifo", "reservoir", "oracle") else set()  # these compare nothing
         idle |= set() if policy == "adaptive" else {"adaptive_target"}
     if config.bias_kind == "weights":
         idle.add("bias")

@@ -17,7 +17,10 @@ from .rows import ROWS, SCORES, Row
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a run is. `settings` override the recipe's; `largest_memory` bounds every memory."""
+    """How large a run is. `settings` override the recipe's; `largest_memory` bounds every memory.
+
+    `tuned_on`: seeds on which our settings were chosen. Only the grid "tuning" has them; all else takes fresh ones.
+    """
 
     name: str
     data: str
@@ -26,6 +29,7 @@ class Scale:
     settings: Mapping[str, Any] = field(default_factory=dict)
     largest_memory: int | None = None
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    tuned_on: tuple[int, ...] = ()
 
     def of_length(self, steps: int) -> Scale:
         return dataclasses.replace(self, settings={**self.settings, "steps": steps})
@@ -55,8 +59,9 @@ SCALES: Mapping[str, Scale] = {
             "short",
             "cifar10",
             "standard",
-            (0, 1, 2),
+            (2, 3, 4),
             {"steps": 5000, "log_every": 100, "checkpoint_every": 2500, "knn_every": 1000, "tensorboard": False},
+            tuned_on=(0, 1),
         ),
         Scale(
             "paper",
@@ -127,6 +132,7 @@ def _each(*patterns: str) -> tuple[str, ...]:
     return tuple(pattern.format(m) for m in _METHODS for pattern in patterns)
 
 
+TUNING = "tuning"
 GRIDS: Mapping[str, Grid] = {
     "table1": Grid("Top-k accuracy", (*_PLAIN_AND_D, "simsiam"), DRAWN),
     "table2": Grid("linear probe", _PLAIN_AND_D, DRAWN),
@@ -154,7 +160,7 @@ GRIDS: Mapping[str, Grid] = {
         ("simclr-fifo", "moco-refresh", *_each("d-{}-at-once", "d-{}-compete", "d-{}-adaptive")),
         DRAWN[-1:],
     ),
-    "tuning": Grid(
+    TUNING: Grid(
         "how the recommended memory is found, at ×27, from 4,096 slots (where a scale allows so many)",
         (*_each("{}", "d-{}-ours"), *(name for name in ROWS if "-tune-" in name)),
         DRAWN[-1:],
@@ -182,8 +188,8 @@ def runs_of(
 ) -> list[Planned]:
     """The runs of a grid (or "all"), by seed, then row, then bias, so that a plan cut short has whole seeds.
 
-    rows, biases: only these. steps: another length than the scale's. free: settings of the machine (root, device, ...),
-    for every run.
+    seeds: the scale's, if none are given. rows, biases: only these. steps: another length than the scale's. free:
+    settings of the machine (root, device, ...), for every run.
     """
     if scale not in SCALES:
         raise UserError(suggest("scale", scale, SCALES))
@@ -193,10 +199,12 @@ def runs_of(
         if row not in ROWS:
             raise UserError(suggest("row", row, ROWS))
     size = SCALES[scale] if steps is None else SCALES[scale].of_length(steps)
-    grids = list(GRIDS.values()) if what == "all" else [GRIDS[what]]
+    grids = GRIDS if what == "all" else {what: GRIDS[what]}
     chosen: dict[str, Planned] = {}
-    for seed in size.seeds if seeds is None else seeds:
-        for grid in grids:
+    for seed in sorted({*size.seeds, *size.tuned_on}) if seeds is None else seeds:
+        for name, grid in grids.items():
+            if seeds is None and seed not in seeds_of(name, size):
+                continue
             for row in grid.rows:
                 for data in grid.data:
                     if (rows and row not in rows) or (biases and data.bias not in biases):
@@ -204,6 +212,10 @@ def runs_of(
                     planned = plan_run(ROWS[row], data, size, seed, free or {})
                     chosen.setdefault(planned.hash, planned)  # grids share rows
     return list(chosen.values())
+
+
+def seeds_of(grid: str, scale: Scale) -> tuple[int, ...]:
+    return scale.tuned_on if grid == TUNING and scale.tuned_on else scale.seeds
 
 
 def plan_run(row: Row, data: Data, scale: Scale, seed: int, free: Mapping[str, Any]) -> Planned:

@@ -91,7 +91,7 @@ def _variants(base: str, word: str) -> list[Row]:
         control("compete", "ours, newcomers compete", ours, admit="compete"),
         control("adaptive", "ours, adaptive width", ours, policy="adaptive"),
     ]
-    first = {**ours, "memory_size": 4096}
+    first = {**ours, "memory_size": 4096, "refresh": 256, "space": "projection"}
     rows += [
         control(name, f"tried: {label}", first, **changes)
         for name, (label, changes) in TUNING.items()
@@ -126,6 +126,7 @@ TUNING: Mapping[str, tuple[str, Settings]] = {
     ),
     "tune-no-queue": ("its embeddings as negatives", {"queue": 0}),
     "tune-8192-stream512": ("8,192 slots, 512 items looked at per step", {"memory_size": 8192, "stream_batch": 512}),
+    "tune-16384": ("16,384 slots", {"memory_size": 16384}),
     "tune-16384-backbone": (
         "16,384 slots, compared by backbone features",
         {"memory_size": 16384, "space": "backbone"},
