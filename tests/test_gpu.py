@@ -72,6 +72,7 @@ POLICIES = {
     "random": Random,
     "reservoir": Reservoir,
     "minred": MinRed,
+    "minred by candidates": MinRed,
     "duel": lambda: Duel("gaussian:0.1"),
     "compete": lambda: Duel("exponential", admit="compete"),
     "at_once": lambda: Duel("gaussian:0.1", at_once=True),
@@ -81,15 +82,25 @@ POLICIES = {
 }
 
 
+def test_minred_chooses_among_many_what_the_processor_chooses():
+    rows, incoming = (normalize(torch.randn(n, 64, dtype=torch.float64), dim=1) for n in (3000, 64))
+    memories = [WorkingMemory(3000, 64, MinRed(), dtype=torch.float64).to(device) for device in ("cpu", "cuda")]
+    slots = []
+    for memory in memories:
+        memory.update(rows.to(memory.device))
+        slots.append(memory.update(incoming.to(memory.device)).tolist())
+    assert slots[0] == slots[1]
+    assert int(memories[1].policy.in_doubt) == 0
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_captured_update_gives_the_eager_result_without_synchronising(name):
     """The same batches eagerly and as graph replays: bit for bit."""
     batches = torch.stack([normalize(torch.randn(64, 32), dim=1) for _ in range(24)]).cuda()
     memories = []
     for captured in (False, True):
-        memory = WorkingMemory(
-            1500 if name != "minred" else 300, 32, POLICIES[name](), {"id": ((), torch.int64)}
-        ).cuda()
+        size = {"minred": 300, "minred by candidates": 3000}.get(name, 1500)
+        memory = WorkingMemory(size, 32, POLICIES[name](), {"id": ((), torch.int64)}).cuda()
         torch.manual_seed(0)
         start = normalize(torch.randn(memory.size, 32), dim=1).cuda()
         memory.update(start, id=torch.arange(memory.size, device="cuda"))

@@ -11,7 +11,7 @@ from duel import WorkingMemory
 from duel.errors import UserError
 from duel.hashing import uniform
 from duel.policies import AdaptiveDuel, Duel, Fifo, MinRed, Policy, Random, Reservoir
-from duel.policies.minred import _on_device
+from duel.policies.minred import _by_candidates, _on_device
 from pools import clusters, isotropic
 
 
@@ -126,9 +126,40 @@ def test_minred_evicts_the_closest_nearest_neighbour(seed):
     assert _on_device(cosines, rows[:25].clone(), incoming, torch.zeros(30, dtype=torch.bool)).tolist() == want
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_minred_by_candidates_is_exact_or_in_doubt(seed):
+    """The form for large memories on a GPU, whose candidates are few."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, incoming = clusters(300, 16, seed)[0], clusters(24, 16, seed + 50)[0]
+    skip = torch.rand(24, generator=generator) < 0.2
+    incoming[skip] = 0
+    memory = WorkingMemory(300, 16, MinRed(), dtype=torch.float64)
+    memory.update(rows)
+    want = memory.policy.choose(memory, incoming)
+    assert (want == -1).equal(skip)
+    outcomes = []
+    for count in (1, 8, 128, 300):
+        slots, sure = _by_candidates(rows.clone(), incoming, skip, count)
+        outcomes.append(bool(sure))
+        assert not sure or slots.equal(want)
+    assert not outcomes[0]
+    assert outcomes[2]
+    assert outcomes[3]  # all are candidates
+
+
+def test_minred_takes_the_lowest_slot_of_a_tie_by_candidates_too():
+    rows = torch.eye(4, dtype=torch.float64)[[0, 1, 1, 2, 0, 3]]
+    slots, sure = _by_candidates(rows, torch.eye(4, dtype=torch.float64)[[3, 2]], torch.zeros(2, dtype=torch.bool), 6)
+    memory = WorkingMemory(6, 4, MinRed(), dtype=torch.float64)
+    memory.update(rows)
+    assert slots.tolist() == memory.update(torch.eye(4, dtype=torch.float64)[[3, 2]]).tolist() == [0, 0]
+    assert sure
+
+
 def test_minred_says_how_large_it_can_be():
-    with pytest.raises(UserError, match="limited to 16,384"):
-        WorkingMemory(20_000, 2, MinRed())
+    memory = WorkingMemory(20_000, 2, MinRed())
+    with pytest.raises(UserError, match="limited to 16,384 slots on cpu"):
+        memory.update(torch.eye(2))
 
 
 def test_at_once_takes_the_most_duplicated_slots_and_keeps_count():
