@@ -28,9 +28,9 @@ def check_rows(rows: Tensor, name: str, dim: int, device: torch.device) -> None:
     if not rows.is_floating_point():
         raise UserError(f"{name} must be floating point, got {rows.dtype}")
     if rows.device.type == "cpu":
-        bad = ~acceptable_rows(rows)
-        if bool(bad.any()):
-            at = int(bad.nonzero()[0])
+        good = acceptable_rows(rows)
+        if not bool(good.all()):
+            at = int(good.logical_not().nonzero()[0])
             length = float(rows[at].double().norm())
             said = f"has length {length:g}" if length == length and length != float("inf") else "is not finite"
             raise UserError(

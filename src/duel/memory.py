@@ -138,19 +138,16 @@ class WorkingMemory(Storage):
         newcomers, compared, accepted = self._examine(embeddings, policy_embeddings)
         check_payload(payload, self.payload, newcomers.shape[0], self.device, anywhere=self.host)
         self.policy.ready(self)
-        self._clock += 1
-        count = newcomers.shape[0]
-        filling = min(count, self.size - self._filled)
-        slots = torch.arange(self._filled, self._filled + count, device=newcomers.device)
-        before = self._filled
+        self._clock.add_(1)
+        count, before = newcomers.shape[0], self._filled
+        filling = min(count, self.size - before)
+        slots = torch.arange(before, before + filling, device=newcomers.device)
         if filling:
             if accepted is not None:  # one host read per batch, only while filling
                 keep = accepted.nonzero()[:, 0]
                 if keep.numel() < count:
                     return self._fill_with(keep, newcomers, compared, payload, count, evicted)
-            self._write(
-                slots[:filling], newcomers[:filling], compared[:filling], {k: v[:filling] for k, v in payload.items()}
-            )
+            self._write(slots, newcomers[:filling], compared[:filling], {k: v[:filling] for k, v in payload.items()})
             self._filled += filling
             if self.full:
                 self.policy.filled(self)
@@ -159,15 +156,15 @@ class WorkingMemory(Storage):
             part = slice(filling, None)
             # making room for age overwrites embeddings before the rest is chosen: keep what must be handed out
             residents = self._embeddings.clone() if gone and self.policy.max_age is not None else self._embeddings
-            self.arriving = {k: v[part] for k, v in payload.items()}
+            arriving = self.arriving = {k: v[part] for k, v in payload.items()}
             try:
                 chosen = self._choose(compared[part], None if accepted is None else accepted[part])
             finally:
                 self.arriving = {}
             if gone is not None:
                 self._note_evicted(gone, residents, chosen, filling, before)
-            self._write(chosen, newcomers[part], compared[part], {k: v[part] for k, v in payload.items()})
-            slots = torch.cat([slots[:filling], chosen])
+            self._write(chosen, newcomers[part], compared[part], arriving)
+            slots = torch.cat([slots, chosen]) if filling else chosen
         return (slots, gone) if evicted else slots
 
     @torch.no_grad()

@@ -55,18 +55,18 @@ class Score:
         h = self._evaluate_(x.clamp(-1.0, 1.0))
         return h.to(cosines.dtype) if narrow else h
 
-    def _evaluate_(self, x: Tensor) -> Tensor:
-        """The same for float32 or float64 cosines inside [-1, 1] that may be overwritten."""
+    def _evaluate_(self, x: Tensor, unit: float = 1.0) -> Tensor:
+        """The same for float32 or float64 cosines inside [-1, 1] that may be overwritten, times a power of two."""
         if self.function is not None:
-            return self.function(x).to(x.dtype)
+            return self.function(x).to(x.dtype) * unit
         if self.kind == "linear":
-            return x.add_(1.0).mul_(0.5)
+            return x.add_(1.0).mul_(0.5 * unit)
         if self.kind == "quadratic":
-            return x.add_(1.0).mul_(0.5).square_()
-        x = x.neg_().add_(1.0)
-        if self.kind == "gaussian":
-            x = x.square_()
-        h = x.mul_(self.width).exp_().sub_(self.floor).mul_(self.scale)
+            return x.add_(1.0).mul_(0.5).square_().mul_(unit)
+        # every pass over the cosines counts: 1 - x would be two
+        x = x.sub_(1.0)
+        x = x.square_().mul_(self.width) if self.kind == "gaussian" else x.mul_(-self.width)
+        h = x.exp_().sub_(self.floor).mul_(self.scale * unit)
         # near -1 the rounding of exp can leave a little less than the floor; where that is nothing, save the pass
         return h.clamp_(min=0.0) if isinstance(self.floor, Tensor) or self.floor > 1e-14 else h
 

@@ -93,7 +93,8 @@ class Storage(nn.Module):
         return torch.index_select(held, 0, rows, out=staged).to(self.device, non_blocking=True)
 
     def _stored(self, name: str) -> Tensor:
-        return self.get_buffer(_buffer(name))
+        held: Tensor = getattr(self, _buffer(name))
+        return held
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves all but what stays on the host, which is taken out meanwhile: it may be too large for the device."""
@@ -112,9 +113,12 @@ class Storage(nn.Module):
 
         Every row named for a slot writes the same final value, so the order of the writes does not matter.
         """
-        at = slots.clamp(min=0)
-        winner = last_newcomer(slots, self.size)[at]
-        wins, winner = winner >= 0, winner.clamp(min=0)
+        last, on_host = last_newcomer(slots, self.size), slots.device.type == "cpu"
+        # which slots change may be read on the host, and only they are written there
+        at = (last >= 0).nonzero()[:, 0] if on_host else slots.clamp(min=0)
+        winner = last[at]
+        wins = None if on_host else winner >= 0
+        winner = winner.clamp(min=0)
 
         def store(target: Tensor, values: Tensor) -> None:
             self._put(target, at, values.to(target.device)[winner.to(target.device)], wins)
@@ -124,9 +128,9 @@ class Storage(nn.Module):
             store(self._compared, compared)
         for name, values in payload.items():
             store(self._stored(name), values)
-        now = self._clock.expand(slots.shape)
-        store(self._admitted_at, now)
-        store(self._encoded_at, now)
+        now = self._clock.expand(at.shape)
+        self._put(self._admitted_at, at, now, wins)
+        self._put(self._encoded_at, at, now, wins)
 
     @staticmethod
     def _put(target: Tensor, slots: Tensor, values: Tensor, mask: Tensor | None) -> None:

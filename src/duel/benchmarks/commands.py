@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -69,7 +70,8 @@ class Step:
 
     duel bench step
 
-    On a CPU that is the demo with a FIFO and with a DUEL memory; on a GPU, ResNet-18 and ResNet-50 at batch 256.
+    On a CPU that is the demo with a FIFO and with a DUEL memory, on one thread as `duel demo` is; on a GPU, ResNet-18
+    and ResNet-50 at batch 256.
     One method only:
       duel bench step --methods moco --backbones resnet18 --memory 4096 --data cifar10
     """
@@ -110,14 +112,16 @@ class Step:
     """File for the figures; by default runs/bench-step-<device>.json."""
 
     def run(self) -> int:
+        from duel.demo import one_thread
         from duel.machine import resolve_device
 
         from .step import BACKBONES, cases, demo_cases, report
 
-        device = resolve_device(self.device)
+        device, threads = resolve_device(self.device), ExitStack()
         machine = {"compile": self.compile, "graph": not self.eager}
         if device.type == "cpu" and not self.backbones:
             rows = demo_cases(**machine)
+            threads.enter_context(one_thread())
         else:
             rows = cases(
                 methods=self.methods,
@@ -130,16 +134,17 @@ class Step:
                 root=self.root,
                 **machine,
             )
-        written, failed = report(
-            rows,
-            device=device,
-            out=self.out,
-            count=self.count,
-            length=self.length,
-            warm_up=self.warm_up,
-            repeats=self.repeats,
-            image_count=self.image_count,
-        )
+        with threads:
+            written, failed = report(
+                rows,
+                device=device,
+                out=self.out,
+                count=self.count,
+                length=self.length,
+                warm_up=self.warm_up,
+                repeats=self.repeats,
+                image_count=self.image_count,
+            )
         return _end(written, failed)
 
 

@@ -54,10 +54,12 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
     found["encoder"] = max(0.0, whole - found["loss"])
     found |= {"replacement": 0.0, "refresh": 0.0}
     if upkeep is not None:
-        found["replacement"] = timed(Newcomers(step, upkeep, repeats + SPARE).replace)
+        newcomers = Newcomers(step, upkeep, repeats + SPARE)
+        bringing = timed(newcomers.next)
+        found["replacement"] = max(0.0, timed(newcomers.replace) - bringing)
         if step.config.memory_holds_images:
             care = timed(Newcomers(step, upkeep, repeats + SPARE).care)
-            found["refresh"] = max(0.0, care - found["replacement"])
+            found["refresh"] = max(0.0, care - bringing - found["replacement"])
     return found
 
 

@@ -8,7 +8,9 @@ in after the other on all slots (`_column_by_column`).
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,14 +29,13 @@ def replace_dense(
     memory: Tensor, incoming: Tensor, total: Tensor | None, score: Score, admit: str, e: int, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Slots (B,) and N in units (K,), as `reference` gives them."""
-    total = total_units(score, memory, e) if total is None else total.clone()
+    total = total_units(score, memory, e) if total is None else total
     if memory.device.type != "cpu":
         return _column_by_column(memory, incoming, total, score, admit, e, skip)
-    memory, slots = memory.clone(), torch.full((incoming.shape[0],), -1, dtype=torch.int64)
-    takes_part = torch.arange(incoming.shape[0]) if skip is None else (~skip).nonzero()[:, 0]
-    for first in range(0, takes_part.numel(), BLOCK):
-        block = takes_part[first : first + BLOCK]
-        slots[block], total = _in_rounds(memory, incoming[block], total, score, admit, e)
+    if skip is None or not bool(skip.any()):
+        return _in_rounds(memory, incoming, total, score, admit, e)
+    slots = torch.full(skip.shape, -1)
+    slots[~skip], total = _in_rounds(memory, incoming[~skip], total, score, admit, e)
     return slots, total
 
 
@@ -65,25 +66,31 @@ def _column_by_column(
 def _in_rounds(
     memory: Tensor, incoming: Tensor, total: Tensor, score: Score, admit: str, e: int
 ) -> tuple[Tensor, Tensor]:
-    """Simulate and verify, and go on from the first mistake if there was one. `memory` is updated in place."""
-    slots = torch.empty(incoming.shape[0], dtype=torch.int64)
-    done, width = 0, max(512, 3 * incoming.shape[0])
+    """A block after the other: simulate and verify, and go on from the first mistake if there was one."""
+    chosen: list[Tensor] = []
+    done, width = 0, 0
     while done < incoming.shape[0]:
-        batch = Batch(memory, incoming[done:], total, score, admit, e, width)
+        block = incoming[done : done + BLOCK]
+        width = width or max(512, 3 * block.shape[0])
+        batch = Batch(memory, block, total, score, admit, e, width)
         accepted = batch.verified()
-        slots[done : done + accepted], total = batch.accept(accepted)
+        slots, total = batch.accept(accepted)
+        chosen.append(slots)
         done += accepted
-        width *= 2  # a second round is rare, and a wider one is sure to get further
-    return slots, total
+        # a second round is rare, and a wider one is sure to get further
+        width = 2 * width if accepted < block.shape[0] else 0
+        if done < incoming.shape[0]:
+            memory = batch.memory_after()
+    return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64), total
 
 
 class Batch:
     """One round of simulate-and-verify: newcomers (B, d) against the best `width` of K slots, or all of a small memory.
 
-    An *item* is a candidate resident (0..m-1, in slot order) or a newcomer (m..m+B-1). All items, admitted or not, have
-    a running N against the memory as it is; since a row of h has a zero where it meets itself, exchanging item e for
-    newcomer b is `N += h[b] - h[e]` for every item at once. Rows of h are needed for newcomers and for residents that
-    leave; the latter are computed a few at a time, when the first of them is missing.
+    An *item* is a newcomer (0..B-1) or a candidate resident (B..B+m-1, the most duplicated first). All items, admitted
+    or not, have a running N against the memory as it is; since a row of h has a zero where it meets itself, exchanging
+    item e for newcomer b is `N += h[b] - h[e]` for every item at once. Rows of h are needed for newcomers and for
+    residents that leave: those of the likeliest are computed at once, others when they are missing.
     """
 
     def __init__(
@@ -93,77 +100,76 @@ class Batch:
         self.compete = admit == "compete"
         size, count = memory.shape[0], incoming.shape[0]
         self.whole = size <= max(WHOLE, width)
-        self.seen = units(score, incoming, memory, e)  # (B, K)
-        # within a batch slot j never exceeds N(j) + Σ_b h(z_j · z_b)
-        self.bound = total + self.seen.sum(0, dtype=torch.float64)
-        if self.whole:
-            self.candidates, self.items, seen = torch.arange(size), memory, self.seen
-        else:
+        if not self.whole:
+            self.seen = units(score, incoming, memory, e)  # (B, K)
+            # within a batch slot j never exceeds N(j) + Σ_b h(z_j · z_b)
+            self.bound = total + self.seen.sum(0, dtype=torch.float64)
             self.candidates = self.bound.topk(width, sorted=False).indices.sort().values
-            self.items, seen = memory[self.candidates], self.seen[:, self.candidates]
-        m = self.candidates.numel()
-        self.start = torch.cat([total[self.candidates], self.seen.sum(1, dtype=torch.float64)])
-        self.h = torch.empty(count + m, m + count, dtype=memory.dtype)  # rows in the order in which they were computed
-        self.h[:count, :m] = seen
-        self.h[:count, m:] = units(score, incoming, incoming, e).fill_diagonal_(0.0)
-        self.row_of = torch.full((m + count,), -1).numpy()
-        self.row_of[m:] = range(count)
-        self.rows = count
-        likely = min(m, count + count // 2)
-        self._fetch(self.bound[self.candidates].topk(likely, sorted=False).indices)
+            memory, total = memory[self.candidates], total[self.candidates]
+        order = np.argsort(-total.numpy())
+        self.item_of = order.argsort() + count  # which item a candidate's slot holds
+        self.residents = memory.index_select(0, torch.from_numpy(order))
+        # float64 like N: to add a row of another dtype takes twice as long
+        h = self.newcomers = torch.empty(count, count + order.size, dtype=torch.float64)
+        h[:, :count] = units(score, incoming, incoming, e).fill_diagonal_(0.0)
+        h[:, count:] = units(score, incoming, self.residents, e)
+        self.rows = [*h.numpy(), *[None] * order.size]  # by item
+        self.known = np.arange(len(self.rows)) < count  # items that have a row
+        self._fetch(slice(0, count))
+        seen = h[:, count:] if self.whole else self.seen
+        self.start = np.concatenate([seen.sum(1, dtype=torch.float64).numpy(), total.numpy()[order]])
         self._simulate(count)
 
-    def _fetch(self, residents: Tensor) -> None:
-        """Compute the rows of h of these candidates."""
-        m, count, upto = self.candidates.numel(), self.incoming.shape[0], self.rows + residents.numel()
-        h = self.h[self.rows : upto]
-        h[:, :m] = units(self.score, self.items[residents], self.items, self.e)
-        h[:, m:] = self.h[:count, residents].T
-        h.scatter_(1, residents[:, None], 0.0)
-        self.row_of[residents.numpy()] = range(self.rows, upto)
-        self.rows = upto
+    def _fetch(self, residents: Any) -> None:
+        """Compute the rows of h of these residents: a slice or an array of numbers from 0 on."""
+        count, items = self.incoming.shape[0], np.arange(self.incoming.shape[0], len(self.rows))[residents]
+        h = self.newcomers.new_empty(items.size, len(self.rows))
+        h[:, :count] = self.newcomers.T[count:][residents]  # computed anew, it could break a tie of two by its last bit
+        h[:, count:] = units(self.score, self.residents[residents], self.residents, self.e)
+        rows = h.numpy()
+        rows[np.arange(items.size), items] = 0.0
+        for item, row in zip(items, rows, strict=True):
+            self.rows[item] = row
+        self.known[items] = True
 
     def _simulate(self, count: int) -> None:
         """The policy on candidates and newcomers alone, for the first `count` newcomers."""
-        m = self.candidates.numel()
-        # NumPy's calls cost a fifth of torch's on vectors this short; the arrays share memory
-        h, n, row_of = self.h.numpy(), self.start.clone().numpy(), self.row_of
-        self.running = torch.from_numpy(n)
-        self.occupant = torch.arange(m)  # which item a candidate's slot holds
-        self.position = torch.full((count,), -1)  # whose place a newcomer took
-        self.evicted = torch.arange(m, m + count)  # which item left: the newcomer itself where it was turned away
-        self.level = torch.empty(count, dtype=torch.float64)  # its N when it left
-        occupant, position, evicted, level = (
-            t.numpy() for t in (self.occupant, self.position, self.evicted, self.level)
-        )
+        # NumPy's calls cost a fifth of torch's on vectors this short
+        n, occupant, rows = self.start.copy(), self.item_of.copy(), self.rows
+        position, evicted, level = [], [], []  # for each newcomer: whose place it took, which item left, its N then
         for b in range(count):
-            row = h[b]
+            row = rows[b]
             values = n[occupant]
             if self.compete:
                 values += row[occupant]
             p = int(values.argmax())
-            if self.compete and n[m + b] > values[p]:
-                level[b] = n[m + b]
+            gone, highest = occupant[p], values[p]
+            if self.compete and n[b] > highest:
+                p, gone, highest = -1, b, n[b]  # it is turned away
+            position.append(p)
+            evicted.append(gone)
+            level.append(highest)
+            if gone == b:
                 continue
-            gone = occupant[p]
-            level[b], position[b], evicted[b] = values[p], p, gone
-            if row_of[gone] < 0:
-                values[row_of[occupant] >= 0] = -math.inf
+            if rows[gone] is None:
+                values[self.known[occupant]] = -math.inf
                 values[p] = math.inf  # the one that leaves must be among them, however many tie with it
-                missing = torch.from_numpy(values).topk(min(FETCH, m)).indices
-                self._fetch(missing[torch.from_numpy(row_of[occupant])[missing] < 0])
+                likely = values.argsort()[-FETCH:]
+                self._fetch(occupant[likely[values[likely] > -math.inf]] - self.incoming.shape[0])
             n += row
-            n -= h[row_of[gone]]
-            occupant[p] = m + b
+            n -= rows[gone]
+            occupant[p] = b
+        self.running, self.occupant = n, occupant
+        self.position, self.evicted, self.level = np.array(position, np.int64), evicted, level
 
     def verified(self) -> int:
         """How many newcomers were placed exactly as the full memory would have placed them."""
         if self.whole:
             return self.incoming.shape[0]
-        self.lost = self._lost()
+        self.lost, level = self._lost(), torch.tensor(self.level, dtype=torch.float64)
         rest = torch.ones(self.memory.shape[0], dtype=torch.bool)
         rest[self.candidates] = False
-        rest = (rest & (self.bound >= self.level.min())).nonzero()[:, 0]
+        rest = (rest & (self.bound >= level.min())).nonzero()[:, 0]
         if not rest.numel():
             return self.incoming.shape[0]
         seen = self.seen[:, rest].double()
@@ -171,34 +177,33 @@ class Batch:
         before = change.cumsum(0).sub_(change).add_(self.total[rest])  # N of slot j when newcomer b arrives: (B, n)
         if self.compete:
             before += seen
-        level, taken = self.level[:, None], self._slots(turned_away=self.memory.shape[0])[:, None]
+        level, taken = level[:, None], self._slots(turned_away=self.memory.shape[0])[:, None]
         wrong = (before > level) | ((before == level) & (rest < taken))
         first = wrong.any(1).nonzero()
         return int(first[0]) if first.numel() else self.incoming.shape[0]
 
     def _lost(self) -> Tensor:
         """What every slot saw of the item that left for newcomer b: (B, K)."""
-        m = self.candidates.numel()
-        resident = self.evicted < m
-        lost = self.seen[(self.evicted - m).clamp(min=0)]  # a newcomer that left again, or was turned away
-        lost[resident] = units(self.score, self.items[self.evicted[resident]], self.memory, self.e)
+        evicted, count = torch.tensor(self.evicted), self.incoming.shape[0]
+        resident = evicted >= count
+        lost = self.seen[evicted.clamp(max=count - 1)]  # a newcomer that left again, or was turned away
+        lost[resident] = units(self.score, self.residents[evicted[resident] - count], self.memory, self.e)
         return lost
 
     def _slots(self, turned_away: int) -> Tensor:
-        return torch.where(self.position >= 0, self.candidates[self.position.clamp(min=0)], turned_away)
+        return torch.cat([self.candidates, torch.tensor([turned_away])])[self.position]  # -1 is the last
 
     def accept(self, count: int) -> tuple[Tensor, Tensor]:
-        """Bring the memory up to date with the first `count` newcomers: their slots, and N in units."""
+        """The slots of the first `count` newcomers, and N in units after them."""
         if count < self.incoming.shape[0]:
             self._simulate(count)
-        slots = self._slots(turned_away=-1)
+        total = torch.from_numpy(self.running[self.occupant])
         if self.whole:
-            total = self.running[self.occupant]
-        else:
-            total = self.total + self.seen[:count].sum(0, dtype=torch.float64)
-            total -= self.lost[:count].sum(0, dtype=torch.float64)
-            total[self.candidates] = self.running[self.occupant]
-        m = self.candidates.numel()
-        new = self.occupant >= m
-        self.memory[self.candidates[new]] = self.incoming[self.occupant[new] - m]
-        return slots, total
+            return torch.from_numpy(self.position), total
+        change = self.seen[:count].sum(0, dtype=torch.float64) - self.lost[:count].sum(0, dtype=torch.float64)
+        return self._slots(turned_away=-1), (self.total + change).index_copy(0, self.candidates, total)
+
+    def memory_after(self) -> Tensor:
+        """(K, d): the memory with the newcomers that were accepted."""
+        held = torch.cat([self.incoming, self.residents])[self.occupant]
+        return held if self.whole else self.memory.index_copy(0, self.candidates, held)

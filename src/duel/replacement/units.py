@@ -10,7 +10,7 @@ never drifts by summation, exact duplicates tie exactly, and engines that see th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -41,13 +41,17 @@ def widened(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.nn.functional.normalize(wide, dim=-1) if narrow else wide
 
 
-@contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
+def exact_products(device: torch.device) -> AbstractContextManager[object]:
     """IEEE products whatever the caller has set: no autocast, no TF32."""
-    with torch.autocast(device.type, enabled=False):
-        if device.type != "cuda":
-            yield
-            return
+    if device.type == "cuda":
+        return _exact_on_cuda()
+    # to switch off what is not on takes as long as a small product
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+@contextmanager
+def _exact_on_cuda() -> Iterator[None]:
+    with torch.autocast("cuda", enabled=False):
         matmul = torch.backends.cuda.matmul
         # newer releases have another switch, beside which the older one may not be read
         name, exact = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
@@ -66,8 +70,7 @@ def units(score: Score, rows: Tensor, columns: Tensor, e: int) -> Tensor:
 
 def to_units(score: Score, cosines: Tensor, e: int) -> Tensor:
     """cosines (overwritten) -> whole numbers h · 2^e."""
-    h = score._evaluate_(cosines.clamp_(-1.0, 1.0))
-    return h.mul_(2.0**e).round_()
+    return score._evaluate_(cosines.clamp_(-1.0, 1.0), 2.0**e).round_()
 
 
 def total_units(score: Score, memory: Tensor, e: int) -> Tensor:
