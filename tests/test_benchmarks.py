@@ -16,7 +16,8 @@ from duel.benchmarks import floor, images, page, parts, peers, replace, step, ti
 from duel.cli import main
 from duel.errors import UserError
 from duel.machine import build_fabric
-from duel.replacement import expected_duplicates
+from duel.replacement import expected_duplicates, replace_unchecked
+from duel.scores import get
 from duel.step import TrainingStep
 
 CPU = torch.device("cpu")
@@ -140,7 +141,33 @@ def test_a_wrong_count_of_n_is_noticed(monkeypatch):
     (wrong,) = replace.benchmark(**settings)
     assert wrong["same_victims"] < 8
     assert replace.failures([right]) == []
+    assert wrong["lead"] > wrong["rounding"]
     assert len(replace.failures([right, wrong])) == 1
+
+
+@pytest.mark.parametrize("admit", ["always", "compete"])
+def test_a_first_difference_is_weighed_in_float64(admit):
+    memory, incoming = replace.pool("clusters", 48, 8, CPU, 0).split([40, 8])
+    score, at = get("gaussian:0.1"), 5
+    done = replace_unchecked(memory.double(), incoming[:at].double(), score, admit, None, "reference")
+    after = memory.double()
+    for slot, item in zip(done.slots.tolist(), incoming.double(), strict=False):
+        if slot >= 0:
+            after[slot] = item
+    n = replace.recount(after, score)
+    own = score(after @ incoming[at].double())
+    if admit == "compete":
+        n = n + own
+    found = replace._difference(memory, incoming, score, admit, at, (3, 7))
+    assert found["lead"] == pytest.approx(float(n[7] - n[3]), abs=1e-6)
+    assert 0 < found["rounding"] < 1e-3
+    if admit == "compete":
+        found = replace._difference(memory, incoming, score, admit, at, (3, -1))
+        assert found["lead"] == pytest.approx(float(own.sum() - n[3]), abs=1e-6)
+    row = {"size": 40, "batch": 8, "dim": 8, "data": "clusters", "score": "x", "same_victims": 5}
+    row |= {"largest_error_in_n": 1.0, "rounding": 1e-6}
+    assert replace.failures([row | {"lead": 1e-7}]) == []
+    assert len(replace.failures([row | {"lead": 1e-5}, row | {"lead": float("nan")}, row])) == 3
 
 
 # Steps ----------------------------------------------------------------------------------------------------------
