@@ -24,6 +24,7 @@ from duel.memory import WorkingMemory
 from duel.policies import Duel
 from duel.replacement import expected_duplicates, replace_unchecked
 from duel.replacement.fused import put
+from duel.replacement.units import exponent
 from duel.scores import get
 
 if TYPE_CHECKING:
@@ -127,8 +128,8 @@ def _difference(
 ) -> dict[str, float]:
     """What to think of it that newcomer `at` took the first of two `slots` (-1: none), and in float64 the second.
 
-    lead: by how much N of the second was larger, in float64. rounding: how much float32 alone can make of that, from
-    the errors of N that it leads to.
+    lead: by how much N of the second was larger, in float64. rounding: how much float32 and whole units alone can make
+    of that, from the errors of N that they lead to.
     """
     wide, exact = memory.double(), recount(memory, score)
     newcomers = incoming.double()
@@ -137,15 +138,15 @@ def _difference(
     if admit == "compete":
         seen = score((put(wide, done.slots, newcomers[:at]) @ newcomers[at]).clamp_(-1, 1))
         n = torch.cat([n + seen, seen.sum()[None]])  # the newcomer's own comes last
-    error = (recount(memory, score, torch.float32) - exact).abs().max()
+    error = (recount(memory, score, torch.float32, 2.0 ** -exponent(len(memory))) - exact).abs().max()
     return {"lead": float(n[slots[1]] - n[slots[0]]), "rounding": 4 * float(error)}
 
 
 @torch.no_grad()
-def recount(memory: Tensor, score: Any, dtype: torch.dtype = torch.float64) -> Tensor:
+def recount(memory: Tensor, score: Any, dtype: torch.dtype = torch.float64, unit: float | None = None) -> Tensor:
     """N of every row of memory (K, d), float64 (K,), straight from its definition: it shares no shortcut.
 
-    dtype: of the products and of h.
+    dtype: of the products and of h, which is rounded to multiples of `unit`.
     """
     rows, h = memory.to(dtype), get(score)
     counts = []
@@ -153,6 +154,8 @@ def recount(memory: Tensor, score: Any, dtype: torch.dtype = torch.float64) -> T
     for first in range(0, len(rows), step):
         similar = h((rows[first : first + step] @ rows.T).clamp_(-1, 1))
         similar.diagonal(first).zero_()  # an item is no duplicate of itself
+        if unit is not None:
+            similar = similar.div_(unit).round_().mul_(unit)
         counts.append(similar.sum(1, dtype=torch.float64))
     return torch.cat(counts)
 
