@@ -119,6 +119,18 @@ def test_evidence_is_found_by_config_whatever_the_seed() -> None:
     assert judged["D-MoCo costs a quarter more time than MoCo v2 and no memory"] == "not yet measured"
 
 
+def test_scores_are_compared_early_and_at_the_end() -> None:
+    one = record("d-moco-gaussian0.1", 27, SHORT.seeds[0], 0.5)
+    one.values["metrics"].update(
+        step=[500, 1000, 4900, 5000], memory_entropy=[0.1, 0.3, 0.6, 0.7], knn=[None, 0.4, None, 0.8]
+    )
+    text = page([one]).split("### ablation")[1].split("###")[0]
+    assert "| row | k-NN, step 1,000 |" in text
+    assert "score gaussian:0.1 | 40.0 (1) | 30.0 (1) | – | 80.0 (1) | 70.0 (1) | – |" in text
+    assert "quadratic" not in text.split("A fifth of the way")[1]
+    assert "A fifth" not in page([record("simclr", 27, SHORT.seeds[0], 0.5)])
+
+
 def test_seeds_that_the_settings_were_chosen_on_are_no_evidence() -> None:
     records = [*runs(), record("d-simclr-ours", 27, SHORT.tuned_on[0], 0.99)]
     fresh, tuning = Evidence(records, SHORT), Evidence(records, SHORT, tuning=True)

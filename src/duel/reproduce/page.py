@@ -41,6 +41,7 @@ _TABLES = {
 }
 _LISTS = ("framework", "rivals", "ablation", "controls", "tuning", "negative-free", "subset", "longtail")
 NOT_RUN = "not run"
+EARLY = 0.2  # of the training: 1,000 of 5,000 steps
 _PICTURES = {
     "figure1": "Class vectors under a biased loss, from the simplex ETF: rare classes drift towards -z_max",
     "figure-mcp": "What two scores evict: the linear one what is near the memory's mean, the sharp one what is dense",
@@ -124,6 +125,8 @@ def _scale(
     for grid in _LISTS:
         yield f"### {grid}: {GRIDS[grid].about}"
         yield _list(tuning if grid == TUNING else evidence, grid, name)
+        if grid == "ablation" and any(evidence.runs(row, DRAWN[-1]) for row in GRIDS[grid].rows):
+            yield _early(evidence, grid)
 
 
 def _judged(wanted: Sequence[Claim], evidence: Evidence) -> dict[str, Verdict]:
@@ -226,6 +229,23 @@ def _list(evidence: Evidence, grid: str, scale: str) -> str:
         return f"Not run. `duel reproduce {grid} --scale {scale}` runs it."
     rest = "" if not missing else "\n\nNot run: " + ", ".join(missing) + "."
     return _markdown(heads, lines) + rest
+
+
+def _early(evidence: Evidence, grid: str) -> str:
+    """Whether scores differ when training has just begun, as the paper suspects."""
+    metrics = {"knn": "k-NN", "memory_entropy": "entropy of memory", "memory_largest": "its largest class"}
+    steps = evidence.steps or 0
+    heads = ["row", *(f"{word}, {when}" for when in (f"step {EARLY * steps:,.0f}", "end") for word in metrics.values())]
+    lines = []
+    for name in GRIDS[grid].rows:
+        cells = []
+        for share in (EARLY, 1.0):
+            for metric in metrics:
+                found = evidence.at(name, DRAWN[-1], metric, share)
+                cells.append("–" if found is None else f"{100 * found.mean:.1f} ({found.n})")
+        if any(cell != "–" for cell in cells):
+            lines.append((ROWS[name].label, *cells))
+    return "A fifth of the way, and at the end (in per cent):\n\n" + _markdown(heads, lines)
 
 
 def _budget(evidence: Evidence, row: str, data: Sequence[Data]) -> tuple[str, str, str]:

@@ -157,7 +157,7 @@ GRIDS: Mapping[str, Grid] = {
     ),
     "controls": Grid(
         "what each part gives at ×27",
-        ("simclr-fifo", "moco-refresh", *_each("d-{}-at-once", "d-{}-compete", "d-{}-adaptive")),
+        ("simclr-fifo", "moco-refresh", "d-moco-in-batch", *_each("d-{}-at-once", "d-{}-compete", "d-{}-adaptive")),
         DRAWN[-1:],
     ),
     TUNING: Grid(

@@ -179,5 +179,12 @@ _ALL = [
         for base, word in _BASES
     ),
     Row("moco-refresh", "MoCo v2, FIFO, 64 slots encoded anew", "moco", "moco", {"refresh": 64}),
+    Row(
+        "d-moco-in-batch",
+        "D-MoCo, literal, the batch's other keys as negatives too",
+        "d-moco",
+        "moco",
+        {**LITERAL["d-moco"], "in_batch_negatives": True},
+    ),
 ]
 ROWS: Mapping[str, Row] = {row.name: row for row in _ALL}
