@@ -125,10 +125,10 @@ def test_scores_are_compared_early_and_at_the_end() -> None:
         step=[500, 1000, 4900, 5000], memory_entropy=[0.1, 0.3, 0.6, 0.7], knn=[None, 0.4, None, 0.8]
     )
     text = page([one]).split("### ablation")[1].split("###")[0]
-    assert "| row | k-NN, step 1,000 |" in text
+    assert "from step 1,000 on" in text
     assert "score gaussian:0.1 | 40.0 (1) | 30.0 (1) | – | 80.0 (1) | 70.0 (1) | – |" in text
-    assert "quadratic" not in text.split("A fifth of the way")[1]
-    assert "A fifth" not in page([record("simclr", 27, SHORT.seeds[0], 0.5)])
+    assert "quadratic" not in text.split("a fifth of the way")[1]
+    assert "a fifth" not in page([record("simclr", 27, SHORT.seeds[0], 0.5)])
 
 
 def test_seeds_that_the_settings_were_chosen_on_are_no_evidence() -> None:

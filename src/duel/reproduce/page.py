@@ -234,8 +234,7 @@ def _list(evidence: Evidence, grid: str, scale: str) -> str:
 def _early(evidence: Evidence, grid: str) -> str:
     """Whether scores differ when training has just begun, as the paper suspects."""
     metrics = {"knn": "k-NN", "memory_entropy": "entropy of memory", "memory_largest": "its largest class"}
-    steps = evidence.steps or 0
-    heads = ["row", *(f"{word}, {when}" for when in (f"step {EARLY * steps:,.0f}", "end") for word in metrics.values())]
+    heads = ["row", *(f"{word}, {when}" for when in ("early", "end") for word in metrics.values())]
     lines = []
     for name in GRIDS[grid].rows:
         cells = []
@@ -245,7 +244,8 @@ def _early(evidence: Evidence, grid: str) -> str:
                 cells.append("–" if found is None else f"{100 * found.mean:.1f} ({found.n})")
         if any(cell != "–" for cell in cells):
             lines.append((ROWS[name].label, *cells))
-    return "A fifth of the way, and at the end (in per cent):\n\n" + _markdown(heads, lines)
+    early = f"from step {EARLY * (evidence.steps or 0):,.0f} on, a fifth of the way"
+    return f"Early (what was logged first {early}) and at the end, in per cent:\n\n" + _markdown(heads, lines)
 
 
 def _budget(evidence: Evidence, row: str, data: Sequence[Data]) -> tuple[str, str, str]:
