@@ -158,11 +158,12 @@ def test_a_first_difference_is_weighed_in_float64(admit):
     own = score(after @ incoming[at].double())
     if admit == "compete":
         n = n + own
-    found = replace._difference(memory, incoming, score, admit, at, (3, 7))
+    took = torch.cat([done.slots, torch.tensor([3])])
+    found = replace._difference(memory, incoming, score, admit, took, 7)
     assert found["lead"] == pytest.approx(float(n[7] - n[3]), abs=1e-6)
     assert 0 < found["rounding"] < 1e-3
     if admit == "compete":
-        found = replace._difference(memory, incoming, score, admit, at, (3, -1))
+        found = replace._difference(memory, incoming, score, admit, took, -1)
         assert found["lead"] == pytest.approx(float(own.sum() - n[3]), abs=1e-6)
     row = {"size": 40, "batch": 8, "dim": 8, "data": "clusters", "score": "x", "same_victims": 5}
     row |= {"largest_error_in_n": 1.0, "rounding": 1e-6}

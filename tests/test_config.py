@@ -43,7 +43,6 @@ from duel.optimizers import LARS, Schedule, build_optimizer, learning_rate
         ({"method": "d-simclr", "reuse_newcomers": True, "memory_view": "clean"}, "must be augmented or auto"),
         ({"method": "d-moco", "memory_images": "host"}, "holds embeddings only"),
         ({"method": "d-moco", "space": "backbones"}, "did you mean 'backbone'"),
-        ({"method": "moco", "refresh": 9999}, "refresh must be at most memory_size = 4096"),
         ({"source": "memory", "memory_size": 64}, "batch_size 256 exceeds memory_size 64"),
         ({"source": "memory", "memory_size": 64, "refresh": 99}, "batch_size 256 exceeds memory_size 64"),
         ({"batch_size": 1}, "batch_size must be >= 2 with method 'simclr', got 1: .* give it a policy"),
@@ -163,6 +162,21 @@ def test_the_standard_memory_depends_on_what_it_is_for() -> None:
     assert recipes.standard("d-moco").queue == recipes.standard("d-simclr", source="memory").queue == 0
     assert recipes.standard("d-simclr").memory_size == recipes.standard("simclr").memory_size == 512
     assert recipes.standard("d-moco").memory_size == 4096
+
+
+def test_a_refresh_is_of_all_slots_at_most() -> None:
+    config = dataclasses.replace(recipes.standard("d-simclr", source="memory"), memory_size=400)
+    assert config.refresh > config.refreshed_slots == 400
+    assert dataclasses.replace(config, refresh=7).refreshed_slots == 7
+
+
+def test_features_are_kept_only_for_a_policy_that_compares() -> None:
+    config = recipes.standard("d-simclr", source="memory")
+    assert config.compares_features
+    assert not recipes.standard("simclr", source="memory").compares_features  # a FIFO memory
+    assert not dataclasses.replace(config, policy="random").compares_features
+    assert dataclasses.replace(config, policy="minred").compares_features
+    assert not dataclasses.replace(config, space="projection").compares_features
 
 
 def test_config_and_cli_do_not_import_torch() -> None:

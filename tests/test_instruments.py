@@ -87,3 +87,12 @@ def test_a_score_that_sees_no_duplicates_is_said_to_be_too_sharp():
         eye = Instruments(memory, labels=None, classes=0, stream_largest=None, per_update=8)
         said = eye.warnings(eye.read(torch.arange(3), updates=1))
         assert len([message for message in said if "no item of the memory resembles another" in message]) == count
+
+
+def test_updates_of_minred_that_are_in_doubt_are_shown():
+    memory, _, eye = watched("minred")
+    memory.policy.in_doubt += 3
+    found = eye.read(torch.arange(20), updates=2)
+    assert list(found) == eye.columns
+    assert found["memory_in_doubt"] == 3
+    assert "memory_in_doubt" not in watched(Duel())[2].columns

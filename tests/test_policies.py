@@ -10,7 +10,7 @@ import duel
 from duel import WorkingMemory
 from duel.errors import UserError
 from duel.hashing import uniform
-from duel.policies import AdaptiveDuel, Duel, Fifo, MinRed, Policy, Random, Reservoir
+from duel.policies import AdaptiveDuel, Duel, Fifo, MinRed, Policy, Random, Reservoir, minred
 from duel.policies.minred import _by_candidates, _on_device
 from pools import clusters, isotropic
 
@@ -154,6 +154,32 @@ def test_minred_takes_the_lowest_slot_of_a_tie_by_candidates_too():
     memory.update(rows)
     assert slots.tolist() == memory.update(torch.eye(4, dtype=torch.float64)[[3, 2]]).tolist() == [0, 0]
     assert sure
+
+
+def test_a_tie_with_a_slot_that_was_left_out_is_in_doubt():
+    axes = torch.eye(8, dtype=torch.float64)
+    rows, incoming = axes[[0, 1, 1, 2, 2]], axes[[0, 5]]
+    memory = WorkingMemory(5, 8, MinRed(), dtype=torch.float64)
+    memory.update(rows)
+    want = memory.policy.choose(memory, incoming)
+    for count in range(1, 6):
+        slots, sure = _by_candidates(rows, incoming, torch.zeros(2, dtype=torch.bool), count)
+        assert not sure or slots.equal(want)
+    assert sure
+
+
+def test_minred_takes_large_batches_in_blocks(monkeypatch):
+    monkeypatch.setattr(minred, "BLOCK", 16)
+    rows, incoming = clusters(100, 16, 0)[0], clusters(40, 16, 1)[0]
+    memory = WorkingMemory(100, 16, MinRed(), dtype=torch.float64)
+    memory.update(rows)
+    skip = torch.zeros(40, dtype=torch.bool)
+    assert memory.policy._in_blocks(rows.clone(), incoming, skip).equal(memory.policy.choose(memory, incoming))
+    assert int(memory.policy.in_doubt) == 0  # 1,024 candidates are all there are
+    memory.policy.in_doubt += 2
+    assert int(memory.state_dict()["policy.in_doubt"]) == 2
+    memory.reset()
+    assert int(memory.policy.in_doubt) == 0
 
 
 def test_minred_says_how_large_it_can_be():

@@ -19,7 +19,7 @@ from duel.reproduce import reproduce, runner, store
 from duel.reproduce.estimate import plan_lines, seconds_of
 from duel.reproduce.execute import Outcome
 from duel.reproduce.fingerprint import fingerprint
-from duel.reproduce.plan import GRIDS, SCALES, Planned, runs_of
+from duel.reproduce.plan import GRIDS, SCALES, Planned, runs_of, set_aside
 from duel.reproduce.rows import ROWS
 from duel.signals import StopRequest
 
@@ -79,6 +79,14 @@ def test_the_tuning_has_seeds_of_its_own() -> None:
     everything = runs_of("all", "short")
     assert {p.config.seed for p in everything} == {*scale.seeds, *scale.tuned_on}
     assert not any("-tune-" in p.row.name for p in everything if p.config.seed in scale.seeds)
+    assert everything[0].config.seed == scale.seeds[0]  # evidence first
+    balanced = {p.row.name for p in runs_of("tuning", "short") if p.config.bias == 1}
+    assert balanced == {"simclr", "moco"}  # for the gap
+    assert "seeds 0, 1" in (set_aside("table2", "short", (1, 2)) or "")
+    assert "seeds 0, 1" in (set_aside("tuning", "short", (7,)) or "")
+    assert set_aside("tuning", "short", (0, 1)) is None
+    assert set_aside("table2", "short", (2, 3)) is None
+    assert set_aside("table2", "digits", (0,)) is None
     assert {p.config.seed for p in runs_of("tuning", "digits")} == set(SCALES["digits"].seeds)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from .config_checks import check
 from .errors import UserError, suggest
-from .names import AugmentName, MethodName, OptimizerName
+from .names import BLIND_POLICIES, AugmentName, MethodName, OptimizerName
 
 __all__ = ["MethodName", "OptimizerName", "TrainConfig"]
 
@@ -136,8 +136,8 @@ class TrainConfig:
     max_age: int | None = None
     """Items leave the memory after this many steps at the latest; None: never for that reason."""
     refresh: int = 0
-    """Slots re-encoded after each step, stalest first; memory_size re-encodes all. 0: none, but all of them for a
-    stream-first simclr memory, whose slots are images."""
+    """Slots re-encoded after each step, stalest first; memory_size or more re-encodes all. 0: none, but all of them for
+    a stream-first simclr memory, whose slots are images."""
     memory_negatives: bool = False
     """With source memory, simclr's negatives are the other slots too, not the batch alone (an anchor's own masked)."""
     queue: int = 0
@@ -244,7 +244,12 @@ class TrainConfig:
     @property
     def refreshed_slots(self) -> int:
         """Slots re-encoded per step. A stream-first SimCLR memory is re-encoded whole, as in the paper."""
-        return self.memory_size if self._simclr_memory and not self.refresh else self.refresh
+        return self.memory_size if self._simclr_memory and not self.refresh else min(self.refresh, self.memory_size)
+
+    @property
+    def compares_features(self) -> bool:
+        """Whether the policy compares backbone features."""
+        return self.space == "backbone" and self.memory_policy not in BLIND_POLICIES
 
     @property
     def memory_holds_images(self) -> bool:

@@ -88,10 +88,6 @@ def _check_memory(config: TrainConfig) -> None:
             f"batch_size {config.batch_size} exceeds memory_size {config.memory_size}: with source memory "
             "a batch is drawn from the memory without replacement; enlarge memory_size or shrink batch_size"
         )
-    if config.has_memory and config.refresh > config.memory_size:
-        raise UserError(
-            f"refresh must be at most memory_size = {config.memory_size}, got {config.refresh}; lower --refresh"
-        )
     if config.source == "stream" and config.stream_batch not in (None, config.batch_size):
         raise UserError(
             f"stream_batch {config.stream_batch} with batch_size {config.batch_size}: with source stream the stream's "

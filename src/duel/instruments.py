@@ -11,7 +11,7 @@ from torch import Tensor
 from .evaluation import memory as measures
 from .evaluation.geometry import class_cosines
 from .memory import WorkingMemory
-from .policies import AdaptiveDuel, Duel
+from .policies import AdaptiveDuel, Duel, MinRed
 
 #: Above so many slots N is shown only where the policy carries it: counting it would take longer than a step.
 COUNTED_UP_TO = 16384
@@ -58,7 +58,8 @@ class Instruments:
     def columns(self) -> list[str]:
         counted = self._counts_duplicates()
         always = [name for name in ALWAYS if counted or "duplicates" not in name]
-        return [*(LABELLED if self.labels is not None else ()), *always]
+        doubts = ["memory_in_doubt"] if isinstance(self.memory.policy, MinRed) else []
+        return [*(LABELLED if self.labels is not None else ()), *always, *doubts]
 
     def _counts_duplicates(self) -> bool:
         return isinstance(self.memory.policy, Duel) or self.memory.size <= COUNTED_UP_TO
@@ -81,6 +82,8 @@ class Instruments:
         if self._counts_duplicates():
             duplicates = memory.expected_duplicates()
             found["memory_duplicates"], found["memory_duplicates_max"] = duplicates.mean(), duplicates.max()
+        if isinstance(memory.policy, MinRed):
+            found["memory_in_doubt"] = memory.policy.in_doubt
         device = age.device
         values = torch.stack([value.to(device, torch.float64) for value in found.values()]).tolist()
         self._youngest = float(age.min())

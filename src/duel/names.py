@@ -10,6 +10,8 @@ MethodName = Literal["simclr", "moco", "simsiam", "byol", "d-simclr", "d-moco"]
 OptimizerName = Literal["adam", "adamw", "sgd", "lars"]
 AugmentName = Literal["standard", "paper", "digits", "none"]
 POLICIES = ("duel", "fifo", "reservoir", "random", "minred", "adaptive", "oracle")
+#: Those that compare nothing.
+BLIND_POLICIES = ("fifo", "reservoir", "random", "oracle")
 
 #: Scores with a width τ, and all of them.
 WIDE_SCORES = ("gaussian", "exponential")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,6 +24,8 @@ from .step import TrainingStep
 
 ONLINE = ("knn", "intra_class_cosine", "inter_class_cosine")
 """What is measured on test images while training (`knn_every`)."""
+#: Bytes of a memory's images that are worth a word.
+LARGE_MEMORY = 2 << 30
 FORMAT = 1  # of the checkpoint; raised when an older one cannot be continued
 
 
@@ -192,6 +195,12 @@ class _Loop:
             log.say(
                 f"warning: the memory has {config.memory_size:,} slots, more than the {images:,} images of the data, "
                 "and will hold some of them twice; lower --memory-size"
+            )
+        size = config.memory_size * math.prod(self.inputs.train.shape)
+        if config.memory_holds_images and config.memory_images == "device" and size > LARGE_MEMORY:
+            log.say(
+                f"the memory's images take {size / 2**30:.1f} GiB on the device and in each checkpoint; a lower "
+                "--memory-size or --image-size saves that, --memory-images host moves them"
             )
 
     def _mention_graph(self, log: RunLog) -> None:

@@ -144,7 +144,7 @@ def build_memory(config: TrainConfig, inputs: Inputs, feature_dim: int, device: 
     if config.memory_holds_images:
         payload["image"] = (inputs.train.shape, torch.uint8)
     policy_dim = None
-    if config.space == "backbone":
+    if config.compares_features:
         policy_dim = feature_dim
         payload[FEATURE] = ((feature_dim,), torch.float32)
     memory = WorkingMemory(

@@ -109,7 +109,7 @@ def _row(memory: Tensor, incoming: Tensor, score: str, admit: str, repeats: int)
     got = engine("auto", carried)()
     same = row["same_victims"] = int((got.slots == want.slots).long().cumprod(0).sum())
     if same < want.slots.shape[0] and size <= RECOUNT[device.type]:
-        row |= _difference(memory, incoming[0], h, admit, same, (int(got.slots[same]), int(want.slots[same])))
+        row |= _difference(memory, incoming[0], h, admit, got.slots[: same + 1], int(want.slots[same]))
     row["largest_error_in_n"] = float((got.duplicates - want.duplicates).abs().max())
     if size <= LARGE:
         row["scratch_ms"] = milliseconds(engine("auto"), device, repeats=repeats)
@@ -124,22 +124,21 @@ def _row(memory: Tensor, incoming: Tensor, score: str, admit: str, repeats: int)
 
 
 def _difference(
-    memory: Tensor, incoming: Tensor, score: Any, admit: str, at: int, slots: tuple[int, int]
+    memory: Tensor, incoming: Tensor, score: Any, admit: str, slots: Tensor, other: int
 ) -> dict[str, float]:
-    """What to think of it that newcomer `at` took the first of two `slots` (-1: none), and in float64 the second.
+    """What to think of it that newcomers took `slots`, the last of which is not the oracle's, `other` (-1: none).
 
-    lead: by how much N of the second was larger, in float64. rounding: how much float32 and whole units alone can make
-    of that, from the errors of N that they lead to.
+    lead: by how much N of the other was larger, counted in float64. rounding: how much float32 and whole units alone
+    can make of that, from the errors of N that they lead to.
     """
-    wide, exact = memory.double(), recount(memory, score)
-    newcomers = incoming.double()
-    done = replace_unchecked(wide, newcomers[:at], score, admit, exact, "dense")
-    n = done.duplicates
+    at, newcomers = slots.shape[0] - 1, incoming.double()
+    before = put(memory.double(), slots[:at], newcomers[:at]) if at else memory.double()
+    n = exact = recount(before, score)
     if admit == "compete":
-        seen = score((put(wide, done.slots, newcomers[:at]) @ newcomers[at]).clamp_(-1, 1))
+        seen = score((before @ newcomers[at]).clamp_(-1, 1))
         n = torch.cat([n + seen, seen.sum()[None]])  # the newcomer's own comes last
-    error = (recount(memory, score, torch.float32, 2.0 ** -exponent(len(memory))) - exact).abs().max()
-    return {"lead": float(n[slots[1]] - n[slots[0]]), "rounding": 4 * float(error)}
+    error = (recount(before, score, torch.float32, 2.0 ** -exponent(len(memory))) - exact).abs().max()
+    return {"lead": float(n[other] - n[int(slots[at])]), "rounding": 4 * float(error)}
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from duel.errors import UserError
 from duel.policies.base import Policy, takes_part
+from duel.replacement.fused import put
 from duel.replacement.units import compute_dtype, exact_products
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 NONE = -2.0  # less than any cosine: an item is not its own neighbour
 WHOLE = 2048  # up to so many slots on a GPU, every newcomer looks at all pairs
-ROUNDING = 2**-7  # no less than what bfloat16 changes in a cosine: 2^-8 in the factors, 2^-9 in the product
+ROUNDING = 2**-6  # more than bfloat16 changes in a cosine: 2^-8 for each factor, 2^-8 for the product
+BLOCK = 512  # newcomers at a time there
 
 
 class MinRed(Policy):
@@ -27,7 +29,7 @@ class MinRed(Policy):
     in bfloat16, which finds the items that may have to leave; all else is exact and concerns these alone.
 
     Attributes:
-        in_doubt: how many updates could not rule out an item that was not among these.
+        in_doubt: how often, since the memory was emptied, an item that was not among these could not be ruled out.
     """
 
     LARGEST: ClassVar[Mapping[str, int]] = {"cpu": 16384, "cuda": 65536}
@@ -35,7 +37,7 @@ class MinRed(Policy):
 
     def attach(self, memory: WorkingMemory) -> None:
         super().attach(memory)
-        self.register_buffer("in_doubt", torch.zeros((), dtype=torch.int64, device=memory.device), persistent=False)
+        self.register_buffer("in_doubt", torch.zeros((), dtype=torch.int64, device=memory.device))
 
     def ready(self, memory: WorkingMemory) -> None:
         kind = memory.device.type
@@ -53,12 +55,21 @@ class MinRed(Policy):
             z, x = memory.compared.to(dtype).clone(), incoming.to(dtype)
             skip = ~takes_part(x)
             if z.device.type != "cpu" and z.shape[0] > WHOLE:
-                slots, sure = _by_candidates(z, x, skip, max(WHOLE // 2, 4 * x.shape[0]))
-                self.in_doubt += ~sure
-                return slots
+                return self._in_blocks(z, x, skip)
             cosines = z @ z.T
             cosines.fill_diagonal_(NONE)
             return _on_host(cosines, z, x, skip) if z.device.type == "cpu" else _on_device(cosines, z, x, skip)
+
+    def _in_blocks(self, z: Tensor, x: Tensor, skip: Tensor) -> Tensor:
+        chosen = []
+        for first in range(0, x.shape[0], BLOCK):
+            block, left_out = x[first : first + BLOCK], skip[first : first + BLOCK]
+            slots, sure = _by_candidates(z, block, left_out, max(WHOLE // 2, 4 * block.shape[0]))
+            self.in_doubt += ~sure
+            chosen.append(slots)
+            if first + BLOCK < x.shape[0]:
+                z = put(z, slots, block)
+        return torch.cat(chosen)
 
 
 def _on_device(cosines: Tensor, z: Tensor, x: Tensor, skip: Tensor) -> Tensor:
@@ -107,7 +118,7 @@ def _by_candidates(z: Tensor, x: Tensor, skip: Tensor, count: int) -> tuple[Tens
         slot[count + b : count + b + 1] = at
         chosen.append(torch.where(skipped, -1, at))
     slots = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=z.device)
-    return slots, bound.amax() <= lowest
+    return slots, bound.amax() < lowest  # at the same level it could have the lower slot
 
 
 def _nearest(z: Tensor, rows: int = 8192) -> Tensor:

@@ -75,9 +75,11 @@ def _documents(figures: Sequence[str], page: bool, results: str, documents: str,
 
     written = []
     if figures:
-        from .figures import draw
+        from .figures import can_be_drawn, draw
 
         records = list(store.load([Path(results)]).values())
         for name in figures:
+            if len(figures) > 1 and not can_be_drawn(name, records, scale):
+                continue  # all are asked for, and this one has to wait for its runs
             written += draw(name, Path(documents), records, scale=scale)
     return [*written, write_page([Path(results)], Path(documents))] if page else written

@@ -6,7 +6,7 @@ The same data always give the same SVG: no date, no random ids.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ GREY = "#777777"
 STYLES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (RED, ":"), (PURPLE, (0, (5, 1, 1, 1, 1, 1))), (SKY, (0, (1, 1))))
 
 
-def draw(name: str, docs: Path, records: Iterable[Record] = (), *, scale: str = "short") -> list[Path]:
+def draw(name: str, docs: Path, records: Sequence[Record] = (), *, scale: str = "short") -> list[Path]:
     """Draw one of FIGURES into docs/figures as SVG and PNG; figure3 needs the finished runs."""
     if name not in FIGURES:
         raise UserError(suggest("figure", name, FIGURES))
@@ -142,11 +142,22 @@ def _scores(plt: Any) -> Any:
     return figure
 
 
-def _figure3(plt: Any, records: Iterable[Record], scale: str) -> Any:
+def can_be_drawn(name: str, records: Sequence[Record], scale: str) -> bool:
+    """Whether there are finished runs for it, where it needs them."""
+    if name != "figure3":
+        return True
+    evidence, grid = _evidence(records, scale), GRIDS[name]
+    return any(evidence.runs(row, data) for row in grid.rows for data in grid.data)
+
+
+def _evidence(records: Sequence[Record], scale: str) -> Evidence:
+    return Evidence([record for record in records if record.scale == scale], SCALES[scale])
+
+
+def _figure3(plt: Any, records: Sequence[Record], scale: str) -> Any:
     """Mean intra- (solid) and inter-class (dotted) cosine of test features over training, a panel for each bias."""
-    evidence = Evidence([record for record in records if record.scale == scale], SCALES[scale])
-    grid = GRIDS["figure3"]
-    if not any(evidence.runs(row, data) for row in grid.rows for data in grid.data):
+    evidence, grid = _evidence(records, scale), GRIDS["figure3"]
+    if not can_be_drawn("figure3", records, scale):
         raise UserError(f"no finished runs for figure3 at scale {scale}; run: duel reproduce figure3 --scale {scale}")
     figure, panels = plt.subplots(1, len(grid.data), figsize=(7.6, 2.8), sharey=True)
     for panel, data in zip(panels, grid.data, strict=True):

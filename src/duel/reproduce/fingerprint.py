@@ -6,6 +6,7 @@ import hashlib
 import json
 
 from ..config import TrainConfig
+from ..names import BLIND_POLICIES
 
 MEMORY = (
     "source", "stream_batch", "memory_size", "policy", "score", "adaptive_target", "admit", "at_once", "max_age",
@@ -39,7 +40,7 @@ def _idle(config: TrainConfig) -> set[str]:
         policy = config.memory_policy
         idle |= set() if policy == "duel" else {"score", "at_once"}
         idle |= set() if policy in ("duel", "adaptive") else {"admit"}
-        idle |= {"space"} if policy in ("fifo", "reservoir", "oracle") else set()  # these compare nothing
+        idle |= {"space"} if policy in BLIND_POLICIES else set()
         idle |= set() if policy == "adaptive" else {"adaptive_target"}
     if config.bias_kind == "weights":
         idle.add("bias")

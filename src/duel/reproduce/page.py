@@ -27,8 +27,8 @@ other. Unless a table says otherwise the mode is `draw`: every item is drawn i.i
 images. *Literal* is the paper's form (linear score, Algorithm 2); *ours* is what this package recommends. Gap
 recovered = (row - plain) / (plain on balanced data - plain), seeds paired, with a 95 % bootstrap interval over seeds.
 The paper's figures are for its own recipe (scale `paper`) and CIFAR-10; its Top-k does not say where neighbours come
-from. A verdict asks for a mean difference of more than twice its standard error. Seeds on which our settings were
-chosen are in the table of the tuning, and nowhere else."""
+from. A verdict asks for a mean difference of more than twice its standard error. At scale `short` the seeds that our
+settings were chosen on are in the table of the tuning, and nowhere else."""
 
 _PAPER_TABLE = {
     "probe": "probe",

@@ -119,6 +119,8 @@ class Grid:
     about: str
     rows: tuple[str, ...]
     data: tuple[Data, ...]
+    balanced: tuple[str, ...] = ()
+    """Rows that are run on balanced data too, for the gap to it."""
 
 
 DRAWN = tuple(Data(bias) for bias in BIASES)
@@ -164,6 +166,7 @@ GRIDS: Mapping[str, Grid] = {
         "how the recommended memory is found, at ×27, from 4,096 slots (where a scale allows so many)",
         (*_each("{}", "d-{}-ours"), *(name for name in ROWS if "-tune-" in name)),
         DRAWN[-1:],
+        balanced=_METHODS,
     ),
     "negative-free": Grid("methods without negatives", ("simsiam", "byol"), _ENDS),
     "subset": Grid("a fixed subset", _PLAIN_AND_D, tuple(Data(bias, mode="subset") for bias in BIASES[1:])),
@@ -201,12 +204,12 @@ def runs_of(
     size = SCALES[scale] if steps is None else SCALES[scale].of_length(steps)
     grids = GRIDS if what == "all" else {what: GRIDS[what]}
     chosen: dict[str, Planned] = {}
-    for seed in sorted({*size.seeds, *size.tuned_on}) if seeds is None else seeds:
+    for seed in (*size.seeds, *size.tuned_on) if seeds is None else seeds:
         for name, grid in grids.items():
             if seeds is None and seed not in seeds_of(name, size):
                 continue
             for row in grid.rows:
-                for data in grid.data:
+                for data in (*grid.data, *([Data()] if row in grid.balanced else [])):
                     if (rows and row not in rows) or (biases and data.bias not in biases):
                         continue
                     planned = plan_run(ROWS[row], data, size, seed, free or {})
@@ -216,6 +219,16 @@ def runs_of(
 
 def seeds_of(grid: str, scale: Scale) -> tuple[int, ...]:
     return scale.tuned_on if grid == TUNING and scale.tuned_on else scale.seeds
+
+
+def set_aside(what: str, scale: str, seeds: Sequence[int]) -> str | None:
+    """What to say of seeds whose runs the page will not show among the others, if there are any."""
+    tuned_on = SCALES[scale].tuned_on
+    lost = [seed for seed in seeds if tuned_on and (seed in tuned_on) != (what == TUNING)]
+    if not lost or what == "all":
+        return None
+    words = ", ".join(map(str, tuned_on))
+    return f"note: our settings were chosen on seeds {words}; the page has them in the tuning's table, others elsewhere"
 
 
 def plan_run(row: Row, data: Data, scale: Scale, seed: int, free: Mapping[str, Any]) -> Planned:

@@ -24,7 +24,7 @@ from ..inputs import keep_sources
 from . import store
 from .estimate import plan_lines
 from .execute import Job, Outcome, execute, prepare_worker
-from .plan import Planned, runs_of
+from .plan import Planned, runs_of, set_aside
 
 SHOWN = ("probe", "top1_test_to_train", "top1_test_to_test", "knn")
 
@@ -89,6 +89,8 @@ def reproduce(
     console = Console(stderr=not dry_run, highlight=False, soft_wrap=True)
     for line in plan_lines(plan, known, Path(work), jobs=jobs):
         console.print(line, markup=False)
+    if note := set_aside(what, scale, seeds or ()):
+        console.print(note, markup=False)
     if dry_run:
         return Done(len(plan) - len(todo), len(plan), 0, False)
     until = None if minutes is None else began + 60 * minutes
