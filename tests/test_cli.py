@@ -234,3 +234,17 @@ def test_train_evaluate_export_resume(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["export", "run", "--out", "backbone.safetensors"]) == 0
     assert "timm.create_model('duel_convnet'" in capsys.readouterr().out
     assert Path("backbone.safetensors").exists()
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(training, "train", lambda *args, **kwargs: missing("timm.models"))
+    assert cli.main(["train", *TINY]) == 2
+    told = capsys.readouterr().err
+    assert "timm" in told
+    assert "pip install 'duel-ssl[train]'" in told
+    monkeypatch.setattr(training, "train", lambda *args, **kwargs: missing("duel.no_such_part"))
+    with pytest.raises(ModuleNotFoundError):  # a mistake of ours
+        cli.main(["train", *TINY])

@@ -77,7 +77,13 @@ def test_each_warning_comes_once_and_when_it_should():
     _, _, eye = watched("fifo", stream_largest=0.2)
     (message,) = eye.warnings(eye.read(torch.arange(3), updates=1))
     assert "than the stream brings (20%)" in message
-    assert "sharper --score" in message
+    assert "--policy duel" in message
+    for score, advice in (
+        ("gaussian:0.1", "try --score exponential:0.05"),
+        ("exponential:0.05", "sharper --score than"),
+    ):
+        _, _, eye = watched(Duel(score), stream_largest=-0.1)
+        assert any(advice in message for message in eye.warnings(eye.read(torch.arange(3), updates=1)))
 
 
 def test_a_score_that_sees_no_duplicates_is_said_to_be_too_sharp():

@@ -167,10 +167,12 @@ def test_filling_is_told_in_a_log_now_and_then(monkeypatch: pytest.MonkeyPatch, 
     assert said.getvalue().splitlines() == ["moco: three"]
 
 
-def test_a_memory_larger_than_the_data_is_a_warning() -> None:
+def test_a_memory_has_a_slot_for_each_image_at_most() -> None:
     said = io.StringIO()
-    go(small(source="memory", memory_size=2000, steps=1), console=Console(file=said, width=200))
-    assert "the memory has 2,000 slots, more than the 1,297 images" in said.getvalue()
+    config = small(source="memory", memory_size=2000, refresh=1900, steps=2)
+    result = go(dataclasses.replace(config, space="backbone", policy="duel"), console=Console(file=said, width=200))
+    assert result.steps == 2
+    assert "the memory gets 1,297 slots, one for each image of the data, not 2,000" in said.getvalue()
 
 
 def test_training_learns_and_writes_its_origin() -> None:

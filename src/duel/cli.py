@@ -25,6 +25,8 @@ from .messages import as_options, plain_warnings
 from .names import POLICIES
 
 USER_MISTAKE, INTERRUPTED = 2, 130
+#: What the extra [train] brings, by the names of the modules.
+TRAINING_PACKAGES = ("torchvision", "timm", "lightning", "sklearn", "safetensors", "tensorboard", "PIL")
 RunDir = Annotated[Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
 
 
@@ -282,6 +284,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _parse(args).run()
     except UserError as error:
         print(f"duel: error: {as_options(str(error))}", file=sys.stderr)
+        return USER_MISTAKE
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in TRAINING_PACKAGES:
+            raise
+        print(f"duel: error: this needs {error.name}, which is missing; pip install 'duel-ssl[train]'", file=sys.stderr)
         return USER_MISTAKE
     except KeyboardInterrupt as stop:
         print(": ".join(["duel: interrupted", *map(str, stop.args)]), file=sys.stderr)

@@ -115,7 +115,8 @@ class TrainConfig:
 
     # Working memory ----------------------------------------------------------------------------------------
     memory_size: int = 4096
-    """Slots of the working memory (moco, d-simclr, simclr with a policy, and every method with source memory)."""
+    """Slots of the working memory (moco, d-simclr, simclr with a policy, and every method with source memory, then no
+    more than there are images)."""
     policy: str | None = None
     """Who leaves. None: duel for the d- methods, else fifo. simclr given a policy gets a memory of images as further
     negatives, as d-simclr has. oracle is a control for measuring only: it sees the labels and keeps the classes in
@@ -184,13 +185,15 @@ class TrainConfig:
 
     # Watching and saving -----------------------------------------------------------------------------------
     log_every: int = field(default=50, metadata=_FREE)
-    """Steps between log lines; the only time the loss is read from the device."""
+    """Steps between lines of metrics.csv, the only time the loss is read from the device. Where the output is no
+    terminal, lines are printed 10 s apart at least."""
     checkpoint_every: int = field(default=1000, metadata=_FREE)
     """Steps between checkpoints; one is always written at the end."""
     keep: int = field(default=2, metadata=_FREE)
     """How many of the latest checkpoints to keep."""
     knn_every: int = field(default=1000, metadata=_FREE)
-    """Steps between quick k-NN measurements on the test images (labelled data only); 0: never."""
+    """Steps between quick k-NN measurements on part of the images, as many of each class (labelled data only); 0:
+    never."""
     tensorboard: bool = field(default=True, metadata=_FREE)
     """Write TensorBoard files to the run directory, beside metrics.csv."""
     wandb: str | None = field(default=None, metadata=_FREE)

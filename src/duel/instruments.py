@@ -89,6 +89,15 @@ class Instruments:
         self._youngest = float(age.min())
         return dict(zip(found, values, strict=True))
 
+    def _advice(self) -> str:
+        """Against a memory that concentrates."""
+        policy = self.memory.policy
+        if not isinstance(policy, Duel) or isinstance(policy, AdaptiveDuel):
+            return "try --policy duel with --score exponential:0.05"
+        name = policy.score.name
+        than = "a sharper --score than " if name.startswith("exponential") else "--score "
+        return f"try {than}exponential:0.05 (it is {name}), or a larger --refresh"
+
     def warnings(self, found: dict[str, float]) -> list[str]:
         """What the user should know and can act on; each kind is said once."""
         said: dict[str, str] = {}
@@ -106,7 +115,7 @@ class Instruments:
         if largest is not None and self.stream_largest is not None and largest > self.stream_largest + CONCENTRATED:
             said["concentrated"] = (
                 f"the memory holds more of its largest class ({largest:.0%}) than the stream brings "
-                f"({self.stream_largest:.0%}): use a sharper --score (exponential:0.05 is sharper than gaussian:0.1)"
+                f"({self.stream_largest:.0%}): {self._advice()}"
             )
         if isinstance(self.memory.policy, Duel) and found["memory_duplicates_max"] == 0:
             adaptive = isinstance(self.memory.policy, AdaptiveDuel)

@@ -77,7 +77,7 @@ def load_config(run: Path) -> TrainConfig:
         inside = sorted(str(found.parent) for found in run.glob(f"*/{CONFIG}"))
         if inside:
             raise UserError(f"{run} is not a run directory but holds runs: {', '.join(inside)}; give one of them")
-        raise UserError(f"{run} is not a run directory: it has no {CONFIG}. `duel train --out {run}` makes one")
+        raise UserError(f"{run} is not a run directory: it has no {CONFIG}. `duel train` names its own when it ends")
     try:
         values = json.loads(path.read_text())
         return TrainConfig.from_dict(values)

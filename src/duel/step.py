@@ -74,7 +74,7 @@ class TrainingStep:
         # waits for nothing else: it runs beside the backward pass, on a stream of its own.
         early = self.memory is not None and config.newcomers_from_training and not config.refreshed_slots
         self._side = torch.cuda.Stream(device) if early and device.type == "cuda" else None
-        self.queue = build_queue(config, device)
+        self.queue = build_queue(config, inputs, device)
         self.method = build_method(config, encoder, self._negatives())
         self.method.to(device).to(memory_format=self.layout)
         self.schedule = Schedule(

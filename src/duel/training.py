@@ -21,6 +21,7 @@ from .machine import build_fabric
 from .runlog import RunLog
 from .signals import StopRequest
 from .step import TrainingStep
+from .upkeep import slots_for
 
 ONLINE = ("knn", "intra_class_cosine", "inter_class_cosine")
 """What is measured on test images while training (`knn_every`)."""
@@ -190,13 +191,13 @@ class _Loop:
         return RunResult(self.out, step.done, finished, self.metrics, self.seconds, stop.name)
 
     def _warn_of_size(self, log: RunLog) -> None:
-        config, images = self.config, self.inputs.items
-        if config.source == "memory" and config.memory_size > images:
+        config, slots = self.config, slots_for(self.config, self.inputs)
+        if slots < config.memory_size:
             log.say(
-                f"warning: the memory has {config.memory_size:,} slots, more than the {images:,} images of the data, "
-                "and will hold some of them twice; lower --memory-size"
+                f"the memory gets {slots:,} slots, one for each image of the data, not {config.memory_size:,}; with fewer "
+                "(--memory-size) it has to choose"
             )
-        size = config.memory_size * math.prod(self.inputs.train.shape)
+        size = slots * math.prod(self.inputs.train.shape)
         if config.memory_holds_images and config.memory_images == "device" and size > LARGE_MEMORY:
             log.say(
                 f"the memory's images take {size / 2**30:.1f} GiB on the device and in each checkpoint; a lower "

@@ -38,7 +38,8 @@ class Upkeep:
         if memory.policy_dim is not None:
             self.centre = torch.zeros(memory.policy_dim, device=memory.device)
         # a full turn: every slot refreshed once, or, without refresh, as many newcomers as there are slots
-        self.recentre_every = -(-config.memory_size // (config.refreshed_slots or config.stream_items))
+        self.refreshed = min(config.refreshed_slots, memory.size)  # slots, per step
+        self.recentre_every = -(-memory.size // (self.refreshed or config.stream_items))
 
     def filling(self, stream: Stream) -> Iterator[int]:
         """Fill every slot with a real item before the first step: random vectors would never look like duplicates.
@@ -67,7 +68,7 @@ class Upkeep:
 
         trained: what the training pass gave, for where these very items were its batch.
         """
-        count, reuse = self.config.refreshed_slots, self.config.newcomers_from_training
+        count, reuse = self.refreshed, self.config.newcomers_from_training
         newcomers = Encoded(trained.embeddings, trained.features.float())
         if count:
             slots = self.memory.stalest(count)
@@ -148,7 +149,7 @@ def build_memory(config: TrainConfig, inputs: Inputs, feature_dim: int, device: 
         policy_dim = feature_dim
         payload[FEATURE] = ((feature_dim,), torch.float32)
     memory = WorkingMemory(
-        config.memory_size,
+        slots_for(config, inputs),
         config.dim,
         build_policy(config, inputs),
         payload,
@@ -159,11 +160,17 @@ def build_memory(config: TrainConfig, inputs: Inputs, feature_dim: int, device: 
     return memory.to(device)
 
 
-def build_queue(config: TrainConfig, device: torch.device) -> WorkingMemory | None:
-    """MoCo's own queue of keys, where the config asks for one beside the memory."""
+def slots_for(config: TrainConfig, inputs: Inputs) -> int:
+    """Slots of the memory: those of a memory that is trained on are no more than there are images."""
+    return min(config.memory_size, inputs.items) if config.source == "memory" else config.memory_size
+
+
+def build_queue(config: TrainConfig, inputs: Inputs, device: torch.device) -> WorkingMemory | None:
+    """MoCo's own queue of keys, where the config asks for one beside the memory; no longer than there are images."""
     if not config.queue:
         return None
-    return WorkingMemory(config.queue, config.dim, policies.Fifo(), {"id": ((), torch.int64)}).to(device)
+    size = min(config.queue, inputs.items)
+    return WorkingMemory(size, config.dim, policies.Fifo(), {"id": ((), torch.int64)}).to(device)
 
 
 def build_policy(config: TrainConfig, inputs: Inputs) -> policies.Policy:
