@@ -248,3 +248,14 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(training, "train", lambda *args, **kwargs: missing("duel.no_such_part"))
     with pytest.raises(ModuleNotFoundError):  # a mistake of ours
         cli.main(["train", *TINY])
+
+
+def test_what_comes_next_depends_on_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "pictures").mkdir()
+    for i in range(20):
+        Image.new("RGB", (8, 8), (12 * i, 40, 90)).save(tmp_path / "pictures" / f"{i}.png")
+    small = [argument for argument in TINY if "data" not in argument]
+    assert cli.main(["train", *small, "--data=pictures", "--image-size=8", "--out=plain"]) == 0
+    assert "next: duel export plain" in capsys.readouterr().out
+    assert cli.main(["train", *TINY, "--out=digits"]) == 0
+    assert "next: duel evaluate digits" in capsys.readouterr().out

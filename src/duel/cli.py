@@ -126,7 +126,7 @@ class Train:
         shown = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k in ("loss", "knn", "memory_largest"))
         print(f"{result.steps} steps in {result.seconds:.0f} s; {shown}")
         print(f"run directory: {result.run_dir}")
-        print(f"next: duel evaluate {result.run_dir}")
+        print(f"next: duel {'evaluate' if result.labelled else 'export'} {result.run_dir}")
         return 0
 
     def _not_begun(self, out: Path, *, new: bool) -> str:

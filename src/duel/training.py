@@ -45,6 +45,8 @@ class RunResult:
     """Time spent training, over all attempts."""
     stopped_by: str = ""
     """What stopped the run, if it is not finished: a signal or `signals.TIME_LIMIT`."""
+    labelled: bool = True
+    """Whether the data have labels, so that the run can be evaluated on them."""
 
 
 class NonFiniteLoss(UserError):
@@ -188,7 +190,8 @@ class _Loop:
                     f"stopped by {stop.name} after step {step.done} of {step.steps}; everything is saved.\n"
                     f"Continue with: duel train --out {self.out} --resume"
                 )
-        return RunResult(self.out, step.done, finished, self.metrics, self.seconds, stop.name)
+        labelled = self.inputs.train.labels is not None
+        return RunResult(self.out, step.done, finished, self.metrics, self.seconds, stop.name, labelled)
 
     def _warn_of_size(self, log: RunLog) -> None:
         config, slots = self.config, slots_for(self.config, self.inputs)
