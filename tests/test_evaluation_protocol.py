@@ -149,7 +149,8 @@ def test_small_sets_use_the_neighbours_they_have():
     assert found["used"] == {"k": 40, "shots": 5}
     assert "top10_test_to_test" not in found
     json.dumps(found, allow_nan=False)
-    table(found)
+    assert "most of the 40 training images vote" in str(table(found).caption)
+    assert table(found | {"images": {"train": 80, "test": 8}}).caption is None
 
 
 def test_online_measures_are_those_of_the_encoder_as_it_is(sources):

@@ -41,8 +41,12 @@ def table(result: dict[str, Any], *, title: str = "Evaluation") -> Table:
     made.add_section()
     for name, words in _NUMBERS.items():
         made.add_row(words, "" if result[name] is None else f"{result[name]:.3f}", "", "")
+    notes = []
     if result["probe_diverged"]:
-        made.caption = "The linear probe diverged: lower probe_lr, or look at the scale of the features."
+        notes.append("The linear probe diverged: lower probe_lr, or look at the scale of the features.")
+    if 2 * result["used"]["k"] > result["images"]["train"]:
+        notes.append(f"k-NN: most of the {result['images']['train']} training images vote, which says little.")
+    made.caption = " ".join(notes) or None
     return made
 
 
