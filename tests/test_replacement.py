@@ -12,6 +12,7 @@ from duel import scores
 from duel.errors import UserError
 from duel.replacement import dense, expected_duplicates, fused, kernels, replace, replace_unchecked
 from duel.replacement.units import exact_products, exponent, total_units
+from duel.slots import put
 from pools import clusters, isotropic, judge, lattice, rounding
 
 SCORES = ["linear", "quadratic", "gaussian", "gaussian:0.1", "exponential"]
@@ -209,7 +210,7 @@ def test_carried_duplicates_give_the_same_as_fresh_ones(engine):
         fresh = replace(memory, incoming, score="gaussian:0.1", engine=engine)
         done = replace(memory, incoming, score="gaussian:0.1", duplicates=carried, engine=engine)
         assert done.slots.tolist() == fresh.slots.tolist()
-        memory = fused.put(memory, done.slots, incoming)
+        memory = put(memory, done.slots, incoming)
         carried = done.duplicates
         assert (carried - expected_duplicates(memory, "gaussian:0.1")).abs().max() < 1e-9
 
@@ -228,7 +229,7 @@ def test_compete_never_lowers_diversity(score):
     for seed in range(30):
         memory, incoming = isotropic(12, 6, seed), isotropic(8, 6, seed + 100)
         done = replace(memory, incoming, score=score, admit="compete", engine="reference")
-        after = fused.put(memory, done.slots, incoming)
+        after = put(memory, done.slots, incoming)
         assert (1 - h(after @ after.T)).sum() >= (1 - h(memory @ memory.T)).sum() - 1e-9
 
 

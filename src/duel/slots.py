@@ -24,3 +24,9 @@ def first_newcomer(slots: Tensor, size: int) -> Tensor:
 def turns(present: Tensor) -> Tensor:
     """int64 (B,), all different: the i-th newcomer that takes part has turn i; those that do not come after them."""
     return torch.where(present, present.cumsum(0) - 1, present.sum() + (~present).cumsum(0) - 1)
+
+
+def put(rows: Tensor, slots: Tensor, values: Tensor) -> Tensor:
+    """A copy of rows with `values` in `slots` (-1: nowhere); where a slot is named twice the last one stays."""
+    last = last_newcomer(slots, rows.shape[0])
+    return torch.where((last >= 0)[:, None], values[last.clamp(min=0)], rows)

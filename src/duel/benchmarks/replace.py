@@ -23,9 +23,9 @@ from duel.errors import UserError
 from duel.memory import WorkingMemory
 from duel.policies import Duel
 from duel.replacement import expected_duplicates, replace_unchecked
-from duel.replacement.fused import put
 from duel.replacement.units import exponent
 from duel.scores import get
+from duel.slots import put
 
 if TYPE_CHECKING:
     from rich.table import Table

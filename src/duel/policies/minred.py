@@ -10,8 +10,8 @@ from torch import Tensor
 
 from duel.errors import UserError
 from duel.policies.base import Policy, takes_part
-from duel.replacement.fused import put
 from duel.replacement.units import compute_dtype, exact_products
+from duel.slots import put
 
 if TYPE_CHECKING:
     from duel.memory import WorkingMemory

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from duel.replacement.units import CHUNK_ELEMENTS, has_shortcut, to_units, total_units
 from duel.scores import Score
-from duel.slots import last_newcomer
+from duel.slots import put
 
 #: Up to so many slots everything is simulated and there is nothing to verify.
 WHOLE = 4096
@@ -55,12 +55,6 @@ def replace_fused(
         if len(pieces) > 1:
             memory = put(memory, taken, block)
     return torch.cat(slots), total  # type: ignore[return-value]
-
-
-def put(rows: Tensor, slots: Tensor, values: Tensor) -> Tensor:
-    """A copy of rows with `values` in `slots` (-1: nowhere); where a slot is named twice the last one stays."""
-    last = last_newcomer(slots, rows.shape[0])
-    return torch.where((last >= 0)[:, None], values[last.clamp(min=0)], rows)
 
 
 class _Launch:

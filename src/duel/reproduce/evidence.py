@@ -80,15 +80,15 @@ class Evidence:
 
     def last(self, row: str, data: Data, metric: str) -> Summary | None:
         """A metric at the end of training."""
-        return self.at(row, data, metric, 1.0)
+        ends = [values[-1] for record in self.runs(row, data) if (values := record.over_time(metric)[1])]
+        return summary(ends)
 
-    def at(self, row: str, data: Data, metric: str, share: float) -> Summary | None:
+    def early(self, row: str, data: Data, metric: str, share: float) -> Summary | None:
         """A metric as it was logged first after this share of the training."""
         found = []
         for record in self.runs(row, data):
-            steps, values = record.over_time(metric)
-            late = [value for step, value in zip(steps, values, strict=True) if step >= share * (self.steps or 0)]
-            found += late[:1] if share < 1 else values[-1:]
+            logged = zip(*record.over_time(metric), strict=True)
+            found += [value for step, value in logged if step >= share * (self.steps or 0)][:1]
         return summary(found)
 
 

@@ -237,15 +237,13 @@ def _early(evidence: Evidence, grid: str) -> str:
     heads = ["row", *(f"{word}, {when}" for when in ("early", "end") for word in metrics.values())]
     lines = []
     for name in GRIDS[grid].rows:
-        cells = []
-        for share in (EARLY, 1.0):
-            for metric in metrics:
-                found = evidence.at(name, DRAWN[-1], metric, share)
-                cells.append("–" if found is None else f"{100 * found.mean:.1f} ({found.n})")
+        early = [evidence.early(name, DRAWN[-1], metric, EARLY) for metric in metrics]
+        end = [evidence.last(name, DRAWN[-1], metric) for metric in metrics]
+        cells = ["–" if found is None else f"{100 * found.mean:.1f} ({found.n})" for found in (*early, *end)]
         if any(cell != "–" for cell in cells):
             lines.append((ROWS[name].label, *cells))
-    early = f"from step {EARLY * (evidence.steps or 0):,.0f} on, a fifth of the way"
-    return f"Early (what was logged first {early}) and at the end, in per cent:\n\n" + _markdown(heads, lines)
+    when = f"from step {EARLY * (evidence.steps or 0):,.0f} on, a fifth of the way"
+    return f"Early (what was logged first {when}) and at the end, in per cent:\n\n" + _markdown(heads, lines)
 
 
 def _budget(evidence: Evidence, row: str, data: Sequence[Data]) -> tuple[str, str, str]:
