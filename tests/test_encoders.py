@@ -146,6 +146,21 @@ def test_a_stem_as_a_product_is_the_convolution() -> None:
     assert product(images).is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize(("step", "border", "channels"), [(1, 1, 3), (2, 0, 1), (1, 2, 4)])
+def test_a_stem_with_relu_in_one_kernel(step: int, border: int, channels: int) -> None:
+    torch.manual_seed(0)
+    stem = StemConv2d(channels, 16, 3, stride=step, padding=border, bias=False)
+    images = torch.randn(3, channels, 9, 7)
+    weight, bias = torch.zeros(16, stem.taps + -stem.taps % 8), torch.randn(16)
+    weight[:, : stem.taps] = stem.weight.detach().flatten(1)
+    wanted = torch.relu(stem(images) + bias[:, None, None])
+    for layout in (torch.contiguous_format, torch.channels_last):
+        given = images.contiguous(memory_format=layout)
+        for found in (stem.with_relu(given, weight, bias), stem.with_relu_fused(given, weight, bias)):
+            assert torch.allclose(found, wanted, atol=1e-5)
+            assert found.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize(
     ("name", "size", "stem"), [("resnet18", 32, "small"), ("resnet50", 32, "small"), ("resnet26", 64, "full")]
 )

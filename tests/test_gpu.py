@@ -63,6 +63,23 @@ def test_mistakes_are_mended_by_many_programs(monkeypatch, kind, score, admit):
     assert (got.duplicates.cpu() - want.duplicates).abs().max() <= rounding(memory, score)
 
 
+def test_mending_in_several_places_at_once_comes_to_an_end(monkeypatch):
+    """The programs that mend wait for each other, so all of them must find room on the GPU, whoever else mends."""
+    monkeypatch.setattr(fused, "WHOLE", 1)
+    highest = fused._highest
+    monkeypatch.setattr(fused, "_highest", lambda bound, _: highest(bound, 16))
+    memory, incoming = (pool("isotropic", n, 512, seed, torch.float32) for n, seed in ((16384, 0), (128, 1)))
+    want = replace(memory, incoming, score="gaussian:0.1", engine="fused").slots.tolist()
+    streams, found = [torch.cuda.Stream() for _ in range(fused.SHARING)], []
+    for _ in range(5):
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                found.append(replace(memory, incoming, score="gaussian:0.1", engine="fused").slots)
+    torch.cuda.synchronize()
+    assert all(slots.tolist() == want for slots in found)
+
+
 def test_a_newcomer_that_competes_loses_a_tie_with_the_very_last_slot():
     memory = normalize(torch.randn(4096, 32, generator=torch.Generator().manual_seed(0)), dim=1).cuda()
     got = replace(memory, memory[-1:], score="exponential:0.01", admit="compete", engine="fused")

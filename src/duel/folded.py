@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
+from .launching import has_triton
 from .scaling import Scaling
 from .stem import StemConv2d
 
@@ -46,7 +47,7 @@ class FoldedResNet:
         """Features (b, f) in `dtype` of images (b, c, h, w)."""
         with torch.autocast(images.device.type, enabled=False):
             self._fold(dtype)
-            x = self.stem(images.to(dtype))
+            x = self.stem(images)
             x = self.network.maxpool(x)
             for block in self.blocks:
                 x = block(x)
@@ -97,7 +98,7 @@ class _Layer:
         return room, room
 
     def __call__(self, x: Tensor, *, relu: bool = True, shortcut: Tensor | None = None) -> Tensor:
-        c = self.convolution
+        c, x = self.convolution, x.to(self.weight.dtype)
         how: Any = (c.stride, c.padding, c.dilation, c.groups)
         if not relu:
             return F.conv2d(x, self.weight, None, *how)  # a shortcut, whose bias is added with the block's
@@ -120,8 +121,10 @@ class _Product(_Layer):
         return room, room[:, :taps].unflatten(1, given.shape[1:])
 
     def __call__(self, x: Tensor, *, relu: bool = True, shortcut: Tensor | None = None) -> Tensor:
-        rows = F.linear(self.convolution.patches(x), self.weight, self.bias)
-        return self.convolution.from_rows(F.relu_(rows))
+        power_of_two = self.weight.shape[0].bit_count() == 1 and self.weight.shape[0] >= 16
+        fused = x.is_cuda and power_of_two and has_triton()
+        run = self.convolution.with_relu_fused if fused else self.convolution.with_relu
+        return run(x, self.weight, self.bias)
 
 
 @dataclass

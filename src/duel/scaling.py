@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .launching import has_triton, reaches
 
 #: Numbers that a program of the kernel takes.
 BLOCK = 2048
@@ -25,7 +25,7 @@ class Scaling:
         self.sources, self.targets = sources, targets
         self.places = _places(sources)
         pairs = list(zip(sources, targets, strict=True))
-        self.together = [i for i, (a, b) in enumerate(pairs) if _available(a) and _alike(a, b)]
+        self.together = [i for i, (a, b) in enumerate(pairs) if has_triton() and reaches(a) and _alike(a, b)]
         self.apart = sorted(set(range(len(pairs))).difference(self.together))
         # of each program: addresses of source and target, its first number, all numbers, numbers per scale, first scale
         jobs, scale = [], 0
@@ -53,11 +53,6 @@ class Scaling:
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, torch.device]]:
     return [(tensor.data_ptr(), tensor.device) for tensor in tensors]
-
-
-def _available(tensor: Tensor) -> bool:
-    here = tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return here and importlib.util.find_spec("triton") is not None
 
 
 def _alike(source: Tensor, target: Tensor) -> bool:
