@@ -9,9 +9,6 @@ from torch import nn
 
 from duel.encoders import backbone, encoder, mlp, resolve
 from duel.errors import UserError
-from duel.folded import FoldedResNet
-from duel.scaling import Scaling
-from duel.stem import StemConv2d
 
 
 @pytest.mark.parametrize(
@@ -131,85 +128,3 @@ def test_what_timm_refuses_is_reported_with_advice(
     monkeypatch.setattr(timm, "create_model", refuse)
     with pytest.raises(UserError, match=rf"timm cannot build backbone 'resnet18'.*not today.*{advice}"):
         encoder("resnet18", stem="full", pretrained=pretrained)
-
-
-def test_a_stem_as_a_product_is_the_convolution() -> None:
-    stem = StemConv2d(3, 4, 3, padding=1, bias=False).double()
-    images = torch.randn(2, 3, 6, 6, dtype=torch.float64)
-    product = torch.compile(stem.as_product, backend="aot_eager")
-    for layout in (torch.contiguous_format, torch.channels_last):
-        given = images.contiguous(memory_format=layout)
-        (wanted,) = torch.autograd.grad(stem(given).square().sum(), stem.weight)
-        (found,) = torch.autograd.grad(product(given).square().sum(), stem.weight)
-        assert torch.allclose(product(given), stem(given), atol=1e-12)
-        assert torch.allclose(found, wanted, atol=1e-12)
-    assert product(images).is_contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize(("step", "border", "channels"), [(1, 1, 3), (2, 0, 1), (1, 2, 4)])
-def test_a_stem_with_relu_in_one_kernel(step: int, border: int, channels: int) -> None:
-    torch.manual_seed(0)
-    stem = StemConv2d(channels, 16, 3, stride=step, padding=border, bias=False)
-    images = torch.randn(3, channels, 9, 7)
-    weight, bias = torch.zeros(16, stem.taps + -stem.taps % 8), torch.randn(16)
-    weight[:, : stem.taps] = stem.weight.detach().flatten(1)
-    wanted = torch.relu(stem(images) + bias[:, None, None])
-    for layout in (torch.contiguous_format, torch.channels_last):
-        given = images.contiguous(memory_format=layout)
-        for found in (stem.with_relu(given, weight, bias), stem.with_relu_fused(given, weight, bias)):
-            assert torch.allclose(found, wanted, atol=1e-5)
-            assert found.is_contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "stem"), [("resnet18", 32, "small"), ("resnet50", 32, "small"), ("resnet26", 64, "full")]
-)
-def test_a_folded_resnet_gives_the_features_of_evaluation(name: str, size: int, stem: Any) -> None:
-    torch.manual_seed(0)
-    network = backbone(name, image_size=size, stem=stem).double()
-    for part in network.modules():
-        if isinstance(part, nn.BatchNorm2d):
-            for tensor in (part.weight, part.bias, part.running_mean):
-                nn.init.normal_(tensor)
-            nn.init.uniform_(part.running_var, 0.5, 2.0)
-    folded = FoldedResNet.of(network)
-    assert folded is not None
-    images = torch.randn(2, 3, size, size, dtype=torch.float64)
-    for _ in range(2):  # the weights may change
-        with torch.no_grad():
-            wanted = network.eval()(images)
-            assert torch.allclose(
-                folded(images, torch.float64), wanted, rtol=1e-9, atol=1e-9 * float(wanted.abs().max())
-            )
-            for parameter in network.parameters():
-                parameter.add_(0.01 * torch.randn_like(parameter))
-
-
-@pytest.mark.parametrize("name", ["resnetrs50", "resnet26d", "seresnet18", "convnext_atto", "convnet"])
-def test_other_networks_are_not_folded_wrongly(name: str) -> None:
-    try:
-        network = backbone(name, image_size=64).double().eval()
-    except UserError:
-        pytest.skip("timm does not have it")
-    folded, images = FoldedResNet.of(network), torch.randn(1, 3, 64, 64, dtype=torch.float64)
-    with torch.no_grad():
-        assert folded is None or torch.allclose(folded(images, torch.float64), network(images))
-
-
-def test_scaling_in_one_launch_is_scaling_one_by_one() -> None:
-    torch.manual_seed(0)
-    shapes = [(4, 3, 3, 3), (300, 16, 1, 1), (16, 40, 3, 3), (5, 7, 2, 2), (6, 9)]
-    sources = [torch.randint(-9, 10, shape).float() for shape in shapes]  # products that bfloat16 holds
-    sources[2] = sources[2].contiguous(memory_format=torch.channels_last)
-    targets = [torch.empty_like(source, dtype=torch.bfloat16) for source in sources]
-    targets[3] = torch.empty(5, 7, 2, 4, dtype=torch.bfloat16)[..., :2]  # in pieces
-    scales = [torch.randint(-9, 10, shape[:1]).float() for shape in shapes]
-    scaling = Scaling(sources, targets)
-    assert (scaling.together, scaling.apart) == ([0, 1, 2, 4], [3])
-    for _ in range(2):
-        scaling(scales)
-        for source, scale, target in zip(sources, scales, targets, strict=True):
-            assert torch.equal(target, (source * scale.view(-1, *[1] * (source.ndim - 1))).bfloat16())
-        sources[2].neg_()
-    assert scaling.fits(sources)
-    assert not scaling.fits([*sources[:-1], sources[-1].clone()])

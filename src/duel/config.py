@@ -179,8 +179,7 @@ class TrainConfig:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto: bf16 (mixed) on a GPU, fp32 on the CPU."""
     compile: bool | None = field(default=None, metadata=_FREE)
-    """Compile the encoder, and on a GPU the augmentation: half a minute to start, then faster. None: on a GPU, for long
-    runs."""
+    """Compile the encoder with torch.compile: half a minute to start, then faster. None: on a GPU, for long runs."""
     graph: bool = field(default=True, metadata=_FREE)
     """On a GPU, record the step as one CUDA graph and replay it; eager where that fails, or on a CPU."""
 

@@ -25,7 +25,6 @@ from .inputs import Inputs
 from .methods import Method, StepOutput, build, settings_of
 from .methods.base import Encoded, NegativeSource
 from .optimizers import Schedule, build_optimizer
-from .streams import Beside
 from .upkeep import Snapshot, Upkeep, build_memory, build_queue
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class TrainingStep:
         # Where the newcomers' embeddings come from the training pass and nothing is encoded anew, the memory's update
         # waits for nothing else: it runs beside the backward pass, on a stream of its own.
         early = self.memory is not None and config.newcomers_from_training and not config.refreshed_slots
-        self._side = Beside(device) if early and device.type == "cuda" else None
+        self._side = torch.cuda.Stream(device) if early and device.type == "cuda" else None
         self.queue = build_queue(config, inputs, device)
         self.method = build_method(config, encoder, self._negatives())
         self.method.to(device).to(memory_format=self.layout)
@@ -89,15 +88,11 @@ class TrainingStep:
         )
         self.images_encoded = 0
         compiled = worth_compiling(self.steps, device) if config.compile is None else config.compile
-        if compiled and device.type == "cuda":
-            self.augment.compile_operations()
         for part in self.method.modules():
             if isinstance(part, Encoder):
                 # every pass ends there; the backbone may be compiled, which a count on the host would disturb
                 part.projection.register_forward_hook(self._count_images)
-                part.fold()
                 if compiled:
-                    part.take_views_at_once()
                     part.backbone.compile(dynamic=False)  # batches come in two or three sizes
         self._forward, self._optimizer = fabric.setup(self.method, self.optimizer)
 
@@ -144,7 +139,8 @@ class TrainingStep:
         self._optimizer.zero_grad(set_to_none=True)
         output: StepOutput = self._forward(first, second, ids)
         if self._side is not None:
-            with self._side.begin():
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._side):
                 self._update_memory(output)
         self.fabric.backward(output.loss)
         if self.config.clip is not None:
@@ -159,7 +155,7 @@ class TrainingStep:
         if self._side is None:
             self._update_memory(output)
         else:
-            self._side.join()
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
         if self.queue is not None:
             self.queue.update(output.embeddings, id=ids)
 

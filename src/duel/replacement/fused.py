@@ -9,13 +9,14 @@ callable the kernels get matrices of h.
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from duel.launching import has_triton, reaches
 from duel.replacement.units import CHUNK_ELEMENTS, has_shortcut, to_units, total_units
 from duel.scores import Score
 from duel.slots import put
@@ -33,9 +34,9 @@ SHARING = 8
 
 def unavailable(memory: Tensor, score: Score) -> str | None:
     """Why the fused engine cannot take these tensors, or None."""
-    if not has_triton():
+    if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if not reaches(memory):
+    if not memory.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the memory is on {memory.device.type}, not on a CUDA device"
     if score.function is not None and memory.shape[0] > WHOLE:  # it cannot run inside the literal kernel
         return f"a score of your own is limited to {WHOLE:,} slots there"
@@ -74,13 +75,12 @@ class _Launch:
 
     def scored(
         self, cosines: Tensor, *, out: Tensor | None = None, start: Tensor | None = None, diagonal: bool = False,
-        columns: Tensor | None = None, own: Tensor | None = None, offset: int = 0, summed: int | None = None,
+        columns: Tensor | None = None, offset: int = 0, summed: int | None = None,
     ) -> Tensor:  # fmt: skip
         """Units of the cosines, written to `out` if given; returns the row sums, in units.
 
         start: added to the row sums. summed: they are over so many columns (all). columns: gets the column sums.
-        offset: the column that meets the first row on the diagonal, which is left out if `diagonal`. own: for each
-        column the row that is left out.
+        offset: the column that meets the first row on the diagonal, which is left out if `diagonal`.
         """
         if self.kind == self.kernels.PLAIN:
             cosines.copy_(to_units(self.score, cosines, self.e))
@@ -90,9 +90,9 @@ class _Launch:
         tile = max(1, 4096 // width)
         tiles = 8 if columns is not None and rows > 65536 else 1
         self.kernels.score_kernel[(-(-rows // (tile * tiles)),)](
-            cosines, out, sums, columns, start, own, self.curve, self.one, rows, count,
-            count if summed is None else summed, offset, KIND=self.kind, DIAGONAL=diagonal, STORE=out is not None,
-            COLUMN_SUMS=columns is not None, ROWS=tile, COLUMNS=width, TILES=tiles, num_warps=4,
+            cosines, out, sums, columns, start, self.curve, self.one, rows, count, count if summed is None else summed,
+            offset, KIND=self.kind, DIAGONAL=diagonal, STORE=out is not None, COLUMN_SUMS=columns is not None,
+            ROWS=tile, COLUMNS=width, TILES=tiles, num_warps=4,
         )  # fmt: skip
         return sums
 
@@ -224,25 +224,9 @@ def total_fused(score: Score, memory: Tensor, e: int) -> Tensor:
     return _Launch(memory, memory[:0], score, "always", e).from_scratch()
 
 
-def exchange_fused(total: Tensor, memory: Tensor, slots: Tensor, old: Tensor, score: Score, e: int) -> Tensor:
-    """`units.exchange_units` with Triton: every h is used where it is computed, and never written."""
-    launch, anew = _Launch(memory, memory[:0], score, "always", e), []
-    for first in range(0, slots.shape[0], BLOCK):
-        part = slots[first : first + BLOCK].contiguous()
-        sums = torch.zeros(part.shape[0], dtype=torch.float64, device=memory.device)
-        total = launch.scored(memory @ memory[part].T, start=total, columns=sums, own=part)
-        total = total - launch.scored(memory @ old[first : first + BLOCK].T)
-        anew.append(sums)
-    return total.index_copy(0, slots, torch.cat(anew)) if anew else total.clone()
-
-
 def _highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The places of the `count` largest, to seven digits, in ascending order, and a mask of them.
-
-    Cheaper than sorting the places; and a radix selection of 32-bit numbers takes half the time of one of 64-bit ones.
-    """
-    largest = values.float().topk(count, sorted=False).indices
-    inside = torch.zeros_like(values, dtype=torch.int32).index_fill_(0, largest, 1)
+    """The places of the `count` largest, in ascending order, and a mask of them. Cheaper than sorting the places."""
+    inside = torch.zeros_like(values, dtype=torch.int32).index_fill_(0, values.topk(count, sorted=False).indices, 1)
     rank = torch.where(inside > 0, inside.cumsum(0) - 1, count)
     places = torch.empty(count + 1, dtype=torch.int64, device=values.device)
     places.scatter_(0, rank, torch.arange(values.shape[0], device=values.device))  # all others land in the last one
