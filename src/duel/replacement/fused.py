@@ -27,8 +27,8 @@ WHOLE = 4096
 BLOCK = 512
 #: Slots that are simulated where not all are.
 CANDIDATES = 1024
-#: So many processes may share a GPU through MPS. The programs of the literal loop wait for each other, and can take a
-#: multiprocessor each: two processes that each had more than their share could wait for ever.
+#: So many processes may share a GPU through MPS. The programs of the literal loop wait for each other: processes that
+#: took more than their share could each hold a part of the GPU and wait for ever.
 SHARING = 8
 
 
