@@ -14,7 +14,7 @@ from duel import cli, recipes, runs, training
 from duel.config import TrainConfig
 from duel.messages import as_options
 
-TINY = ["--recipe=demo", "--data=digits", "--steps=4", "--batch-size=16", "--memory-size=32", "--dim=16"]
+TINY = ["--recipe=demo", "--data=digits", "--steps=4", "--batch-size=16", "--dim=16"]
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +85,10 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
         (["train", "--policy", "fiffo"], "did you mean 'fifo'"),
         (["train", "--optimizer=sdg"], "did you mean 'sgd'"),
         (["train", "--augment", "non"], "did you mean 'none'"),
+        (
+            ["train", "--method", "simclr", "--memory-size", "64", "--score", "linear"],
+            "so --memory-size, --score would",
+        ),
     ],
 )
 def test_mistakes_are_told_without_a_stack_trace(

@@ -18,7 +18,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
 from . import recipes
 from .benchmarks.commands import Benchmark
 from .config import TrainConfig
-from .config_checks import choices
+from .config_checks import OF_ANY_MEMORY, check_idle, choices
 from .errors import UserError, suggest
 from .evaluation.settings import EvaluationSettings
 from .messages import as_options, plain_warnings
@@ -300,13 +300,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(args: list[str]) -> Command:
     kinds: list[Any] = []
+    defaults = _Training()
     for kind in COMMANDS:
         name = kind.__name__.lower()
         # the list of commands has a line for each, a command's own help all of it
         text = inspect.getdoc(kind) or ""
         options: dict[str, Any] = {"description": text if args[:1] == [name] else text.splitlines()[0]}
         if kind is Train and args[:1] == ["train"]:
-            options["default"] = Train(config=_Training(**vars(_defaults(args[1:]))))
+            defaults = _Training(**vars(_defaults(args[1:])))
+            options["default"] = Train(config=defaults)
         marks = () if kind is Train else (FlagCreatePairsOff,)  # a recipe may set a flag, so train has both forms
         kinds.append(Annotated[kind, tyro.conf.subcommand(name, **options), *marks])  # type: ignore[valid-type]
     union: Any = Union[tuple(kinds)]  # noqa: UP007  # built at run time, which X | Y cannot be
@@ -317,6 +319,9 @@ def _parse(args: list[str]) -> Command:
         description=_ABOUT,
         config=(tyro.conf.OmitSubcommandPrefixes,),
     )
+    if isinstance(command, Train):
+        named = [name for name in OF_ANY_MEMORY if getattr(command.config, name) != getattr(defaults, name)]
+        check_idle(command.config, named)
     return command
 
 

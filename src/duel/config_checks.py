@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from .errors import UserError, suggest
@@ -23,6 +24,8 @@ _OF_THE_MEMORY = (
     "reuse_newcomers",
     "memory_images",
 )
+#: Likewise, but a recipe may have set them, for whoever adds a memory.
+OF_ANY_MEMORY = ("memory_size", "score", "admit", "at_once")
 
 
 def check(config: TrainConfig) -> None:
@@ -69,6 +72,15 @@ def check(config: TrainConfig) -> None:
         )
 
 
+def check_idle(config: TrainConfig, given: Sequence[str]) -> None:
+    """Refuses settings of the memory that were given to a run without one."""
+    if given and not config.has_memory:
+        raise UserError(
+            f"method {config.method!r} keeps no memory, so {', '.join(given)} would do nothing; leave that out, "
+            "use --source memory, a method with a memory (moco, d-moco, d-simclr), or --policy with simclr"
+        )
+
+
 def _check_memory(config: TrainConfig) -> None:
     """Settings of the memory that contradict each other or would do nothing."""
     if config.queue and (config.base_method != "moco" or config.source != "memory"):
@@ -76,13 +88,8 @@ def _check_memory(config: TrainConfig) -> None:
             f"queue is for moco and d-moco with source memory, got {config.method!r} with source {config.source!r}: "
             "there the memory itself is the queue, or there is none; leave it out"
         )
-    if not config.has_memory:
-        idle = [n for n in _OF_THE_MEMORY if getattr(config, n) != type(config).__dataclass_fields__[n].default]
-        if idle:
-            raise UserError(
-                f"method {config.method!r} keeps no memory, so {', '.join(idle)} would do nothing; leave that out, "
-                "use --source memory, a method with a memory (moco, d-moco, d-simclr), or --policy with simclr"
-            )
+    defaults = {name: type(config).__dataclass_fields__[name].default for name in _OF_THE_MEMORY}
+    check_idle(config, [name for name, value in defaults.items() if getattr(config, name) != value])
     if config.source == "memory" and config.batch_size > config.memory_size:
         raise UserError(
             f"batch_size {config.batch_size} exceeds memory_size {config.memory_size}: with source memory "
