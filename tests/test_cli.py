@@ -86,8 +86,8 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
         (["train", "--optimizer=sdg"], "did you mean 'sgd'"),
         (["train", "--augment", "non"], "did you mean 'none'"),
         (
-            ["train", "--method", "simclr", "--memory-size", "64", "--score", "linear"],
-            "so --memory-size, --score would",
+            ["train", "--method", "simclr", "--memory-size", "64", "--score", "quadratic"],
+            "so --memory-size, score would",
         ),
     ],
 )

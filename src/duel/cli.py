@@ -321,7 +321,7 @@ def _parse(args: list[str]) -> Command:
     )
     if isinstance(command, Train):
         named = [name for name in OF_ANY_MEMORY if getattr(command.config, name) != getattr(defaults, name)]
-        check_idle(command.config, named)
+        check_idle(TrainConfig(**vars(command.config)), named)
     return command
 
 
