@@ -28,6 +28,14 @@ class Newest(Policy):
         return slots
 
 
+def test_a_row_of_zeros_is_left_out_and_one_that_begins_with_zero_is_not():
+    memory = WorkingMemory(4, 4, Duel(engine="dense"))
+    memory.update(isotropic(4, 4, 0).float())
+    incoming = torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]])
+    slots = memory.policy.choose(memory, incoming)
+    assert (slots == -1).tolist() == [False, True, False]
+
+
 def test_a_policy_of_ones_own():
     own, ours = WorkingMemory(10, 8, Newest()), WorkingMemory(10, 8, "fifo")
     for step, count in enumerate([4, 9, 25, 1, 3]):

@@ -9,6 +9,7 @@ import duel
 from duel import WorkingMemory
 from duel.errors import UserError
 from duel.policies import Duel
+from duel.slots import last_newcomer, occupied
 from pools import isotropic
 from test_memory import PAYLOAD, POLICIES, items, offer
 
@@ -43,6 +44,23 @@ def test_payload_on_the_host_stays_there_when_the_memory_moves():
     assert keys == list(WorkingMemory(20, 8, Duel(), PAYLOAD).state_dict())
     with pytest.raises(UserError, match=r"host must name payload \(\['id', 'image'\]\), got \['picture'\]"):
         WorkingMemory(20, 8, "fifo", PAYLOAD, host=("picture",))
+
+
+@pytest.mark.parametrize("slots", [[3, -1, 0, 3, 4, 0], [-1, -1], [], [4, 3, 2, 1, 0]])
+def test_the_slots_that_change_and_who_is_in_them(slots):
+    given = torch.tensor(slots, dtype=torch.int64)
+    at, winner = occupied(given, 5)
+    last = last_newcomer(given, 5)
+    assert at.tolist() == (last >= 0).nonzero()[:, 0].tolist()
+    assert winner.tolist() == last[at].tolist()
+
+
+def test_a_memory_made_narrow_takes_the_payload_it_was_declared_with():
+    memory = WorkingMemory(4, 8, Duel(), {"feature": ((3,), torch.float32)}).bfloat16()
+    for seed in (0, 1):
+        memory.update(isotropic(4, 8, seed).float(), feature=torch.full((4, 3), 1.0 + seed))
+    assert memory["feature"].dtype == torch.bfloat16
+    assert 2.0 in memory["feature"]
 
 
 def test_a_refresh_can_bring_new_payload():

@@ -141,7 +141,8 @@ class WorkingMemory(Storage):
         self._clock.add_(1)
         count, before = newcomers.shape[0], self._filled
         filling = min(count, self.size - before)
-        slots = torch.arange(before, before + filling, device=newcomers.device)
+        if filling or not count:
+            slots = torch.arange(before, before + filling, device=newcomers.device)
         if filling:
             if accepted is not None:  # one host read per batch, only while filling
                 keep = accepted.nonzero()[:, 0]
@@ -153,17 +154,20 @@ class WorkingMemory(Storage):
                 self.policy.filled(self)
         gone = self._empty_evicted(count) if evicted else None
         if filling < count:
-            part = slice(filling, None)
+            if filling:
+                newcomers, compared = newcomers[filling:], compared[filling:]
+                accepted = None if accepted is None else accepted[filling:]
+                payload = {k: v[filling:] for k, v in payload.items()}
             # making room for age overwrites embeddings before the rest is chosen: keep what must be handed out
             residents = self._embeddings.clone() if gone and self.policy.max_age is not None else self._embeddings
-            arriving = self.arriving = {k: v[part] for k, v in payload.items()}
+            self.arriving = payload
             try:
-                chosen = self._choose(compared[part], None if accepted is None else accepted[part])
+                chosen = self._choose(compared, accepted)
             finally:
                 self.arriving = {}
             if gone is not None:
                 self._note_evicted(gone, residents, chosen, filling, before)
-            self._write(chosen, newcomers[part], compared[part], arriving)
+            self._write(chosen, newcomers, compared, payload)
             slots = torch.cat([slots, chosen]) if filling else chosen
         return (slots, gone) if evicted else slots
 
@@ -246,8 +250,10 @@ class WorkingMemory(Storage):
             raise UserError(f"{name}.choose must return int64 ({count},), got a {type(slots).__name__}")
         if slots.shape != (count,) or slots.dtype != torch.int64:
             raise UserError(f"{name}.choose must return int64 ({count},), got {slots.dtype} {tuple(slots.shape)}")
-        if count and slots.device.type == "cpu" and not -1 <= int(slots.min()) <= int(slots.max()) < self.size:
-            raise UserError(f"{name}.choose must return slots below {self.size}, or -1; got {slots.tolist()}")
+        if count and slots.device.type == "cpu":
+            named = slots.tolist()  # Python's own min and max take less time than a tensor's
+            if min(named) < -1 or max(named) >= self.size:
+                raise UserError(f"{name}.choose must return slots below {self.size}, or -1; got {named}")
         return slots
 
     def _make_room(self, incoming: Tensor) -> Tensor:

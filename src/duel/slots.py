@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,14 @@ def last_newcomer(slots: Tensor, size: int) -> Tensor:
     order = torch.arange(slots.shape[0], device=slots.device)
     none = torch.full((size,), -1, dtype=torch.int64, device=slots.device)
     return none.scatter_reduce_(0, slots.clamp(min=0), torch.where(slots >= 0, order, -1), "amax")
+
+
+def occupied(slots: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """On the CPU: the slots that newcomers are in, int64 (n,), all different, and the last newcomer of each."""
+    last = np.zeros(size + 1, np.int64)  # the newcomer's number, from 1 on; one place more, which -1 names
+    last[slots.numpy()] = np.arange(1, slots.shape[0] + 1)  # the last of several is what stays
+    (taken,) = last[:size].nonzero()
+    return torch.from_numpy(taken), torch.from_numpy(last[taken] - 1)
 
 
 def first_newcomer(slots: Tensor, size: int) -> Tensor:

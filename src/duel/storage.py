@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from duel.checks import PayloadSpec
 from duel.errors import UserError
-from duel.slots import first_newcomer, last_newcomer
+from duel.slots import first_newcomer, last_newcomer, occupied
 
 
 class Evicted(NamedTuple):
@@ -113,21 +113,22 @@ class Storage(nn.Module):
 
         Every row named for a slot writes the same final value, so the order of the writes does not matter.
         """
-        last, on_host = last_newcomer(slots, self.size), slots.device.type == "cpu"
-        # which slots change may be read on the host, and only they are written there
-        at = (last >= 0).nonzero()[:, 0] if on_host else slots.clamp(min=0)
-        winner = last[at]
-        wins = None if on_host else winner >= 0
-        winner = winner.clamp(min=0)
-
-        def store(target: Tensor, values: Tensor) -> None:
-            self._put(target, at, values.to(target.device)[winner.to(target.device)], wins)
-
-        store(self._embeddings, embeddings)
+        rows = [(self._embeddings, embeddings)]
         if self._compared is not None:
-            store(self._compared, compared)
-        for name, values in payload.items():
-            store(self._stored(name), values)
+            rows.append((self._compared, compared))
+        rows += [(self._stored(name), values) for name, values in payload.items()]
+        if slots.device.type == "cpu":  # there it may be read which slots change, and only they are written
+            at, winner = occupied(slots, self.size)
+            for target, values in rows:
+                target.index_copy_(0, at, values.index_select(0, winner).to(target.dtype))
+            self._admitted_at.index_fill_(0, at, self._clock)
+            self._encoded_at.index_fill_(0, at, self._clock)
+            return
+        at = slots.clamp(min=0)
+        winner = last_newcomer(slots, self.size)[at]
+        wins, winner = winner >= 0, winner.clamp(min=0)
+        for target, values in rows:
+            self._put(target, at, values.to(target.device)[winner.to(target.device)], wins)
         now = self._clock.expand(at.shape)
         self._put(self._admitted_at, at, now, wins)
         self._put(self._encoded_at, at, now, wins)

@@ -68,3 +68,8 @@ class Policy(nn.Module):
 def takes_part(incoming: Tensor) -> Tensor:
     """bool (B,): which newcomers are to be placed; a row of zeros stands for one that is not."""
     return incoming.any(1)
+
+
+def all_take_part(incoming: Tensor) -> bool:
+    """True if the first column alone tells that every newcomer takes part; on the CPU, where it may be read."""
+    return incoming.device.type == "cpu" and all(incoming[:, 0].tolist())

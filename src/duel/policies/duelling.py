@@ -10,7 +10,7 @@ from torch import Tensor
 from duel import scores
 from duel.errors import UserError, suggest
 from duel.names import WIDE_SCORES
-from duel.policies.base import Policy, takes_part
+from duel.policies.base import Policy, all_take_part, takes_part
 from duel.replacement import check_engine, check_names, expected_duplicates, replace_unchecked
 from duel.replacement.units import compute_dtype, exact_products, exchange_units, exponent, widened
 from duel.slots import turns
@@ -87,7 +87,8 @@ class Duel(Policy):
         self._counted = False
 
     def ready(self, memory: WorkingMemory) -> None:
-        check_engine(self.engine, memory.compared, self.score)
+        if self.engine == "fused":
+            check_engine(self.engine, memory.compared, self.score)
 
     def filled(self, memory: WorkingMemory) -> None:
         self.carried(memory)
@@ -101,9 +102,9 @@ class Duel(Policy):
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
         carried = self.carried(memory)
-        skip = ~takes_part(incoming)
         if self.at_once:
-            return self._choose_at_once(memory, incoming, skip)
+            return self._choose_at_once(memory, incoming, ~takes_part(incoming))
+        skip = None if all_take_part(incoming) else ~takes_part(incoming)
         done = replace_unchecked(memory.compared, incoming, self.score, self.admit, carried, self.engine, skip)
         self.duplicates.copy_(done.duplicates)
         return done.slots

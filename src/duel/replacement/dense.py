@@ -87,10 +87,10 @@ def _in_rounds(
 class Batch:
     """One round of simulate-and-verify: newcomers (B, d) against the best `width` of K slots, or all of a small memory.
 
-    An *item* is a newcomer (0..B-1) or a candidate resident (B..B+m-1, the most duplicated first). All items, admitted
-    or not, have a running N against the memory as it is; since a row of h has a zero where it meets itself, exchanging
-    item e for newcomer b is `N += h[b] - h[e]` for every item at once. Rows of h are needed for newcomers and for
-    residents that leave: those of the likeliest are computed at once, others when they are missing.
+    An *item* is a newcomer (0..B-1) or a candidate resident (B..B+m-1, in the order of their slots). Every item that
+    has not left, admitted or not, has a running N against the memory as it is: exchanging item e for newcomer b is
+    `N += h[b] - h[e]` for all items at once, with a zero where a newcomer meets itself. Rows of h are needed for
+    newcomers and for residents that leave: those of the likeliest are computed together, others when they are missing.
     """
 
     def __init__(
@@ -103,47 +103,42 @@ class Batch:
         if not self.whole:
             self.seen = units(score, incoming, memory, e)  # (B, K)
             # within a batch slot j never exceeds N(j) + Σ_b h(z_j · z_b)
-            self.bound = total + self.seen.sum(0, dtype=torch.float64)
+            self.bound = total + _sum(self.seen, 0)
             self.candidates = self.bound.topk(width, sorted=False).indices.sort().values
             memory, total = memory[self.candidates], total[self.candidates]
-        order = np.argsort(-total.numpy())
-        self.item_of = order.argsort() + count  # which item a candidate's slot holds
-        self.residents = memory.index_select(0, torch.from_numpy(order))
+        self.items = torch.cat([incoming, memory])
         # float64 like N: to add a row of another dtype takes twice as long
-        h = self.newcomers = torch.empty(count, count + order.size, dtype=torch.float64)
-        h[:, :count] = units(score, incoming, incoming, e).fill_diagonal_(0.0)
-        h[:, count:] = units(score, incoming, self.residents, e)
-        self.rows = [*h.numpy(), *[None] * order.size]  # by item
-        self.known = np.arange(len(self.rows)) < count  # items that have a row
-        self._fetch(slice(0, count))
-        seen = h[:, count:] if self.whole else self.seen
-        self.start = np.concatenate([seen.sum(1, dtype=torch.float64).numpy(), total.numpy()[order]])
+        h = units(score, incoming, self.items, e).fill_diagonal_(0.0).double()
+        self.newcomers = h.numpy()  # rows of h
+        self.leaving: dict[
+            int, tuple[Any, int]
+        ] = {}  # resident -> (rows of h against all residents, number of its own)
+        self.known = np.zeros(self.items.shape[0], bool)  # items that have a row
+        self.known[:count] = True
+        own = h[:, count:].sum(1) if self.whole else _sum(self.seen, 1)  # N of the newcomers
+        self.start = torch.cat([own, total]).numpy()
         self._simulate(count)
 
-    def _fetch(self, residents: Any) -> None:
-        """Compute the rows of h of these residents: a slice or an array of numbers from 0 on."""
-        count, items = self.incoming.shape[0], np.arange(self.incoming.shape[0], len(self.rows))[residents]
-        h = self.newcomers.new_empty(items.size, len(self.rows))
-        h[:, :count] = self.newcomers.T[count:][residents]  # computed anew, it could break a tie of two by its last bit
-        h[:, count:] = units(self.score, self.residents[residents], self.residents, self.e)
-        rows = h.numpy()
-        rows[np.arange(items.size), items] = 0.0
-        for item, row in zip(items, rows, strict=True):
-            self.rows[item] = row
+    def _fetch(self, items: Any) -> None:
+        """Compute the rows of h of these residents."""
+        residents = self.items[self.incoming.shape[0] :]
+        rows = units(self.score, self.items.index_select(0, torch.from_numpy(items)), residents, self.e).numpy()
+        self.leaving.update({item: (rows, i) for i, item in enumerate(items.tolist())})
         self.known[items] = True
 
     def _simulate(self, count: int) -> None:
         """The policy on candidates and newcomers alone, for the first `count` newcomers."""
         # NumPy's calls cost a fifth of torch's on vectors this short
-        n, occupant, rows = self.start.copy(), self.item_of.copy(), self.rows
+        rows, n = list(self.newcomers), self.start.copy()
+        arriving, residents = n[: len(rows)], n[len(rows) :]
+        occupant = np.arange(len(rows), n.size)  # the item that each candidate's slot holds
         position, evicted, level = [], [], []  # for each newcomer: whose place it took, which item left, its N then
         for b in range(count):
-            row = rows[b]
             values = n[occupant]
             if self.compete:
-                values += row[occupant]
+                values += rows[b][occupant]
             p = int(values.argmax())
-            gone, highest = occupant[p], values[p]
+            gone, highest = occupant.item(p), values[p]
             if self.compete and n[b] > highest:
                 p, gone, highest = -1, b, n[b]  # it is turned away
             position.append(p)
@@ -151,13 +146,19 @@ class Batch:
             level.append(highest)
             if gone == b:
                 continue
-            if rows[gone] is None:
-                values[self.known[occupant]] = -math.inf
-                values[p] = math.inf  # the one that leaves must be among them, however many tie with it
-                likely = values.argsort()[-FETCH:]
-                self._fetch(occupant[likely[values[likely] > -math.inf]] - self.incoming.shape[0])
-            n += row
-            n -= rows[gone]
+            n += rows[b]
+            if gone < len(rows):
+                n -= rows[gone]
+            else:
+                if gone not in self.leaving:
+                    values[self.known[occupant]] = -math.inf
+                    values[p] = math.inf  # the one that leaves must be among them, however many tie with it
+                    likely = values.argsort()[-FETCH if self.leaving else -len(rows) :]
+                    self._fetch(occupant[likely[values[likely] > -math.inf]])
+                # a column of what is known: computed anew, it could break a tie of two by its last bit
+                arriving -= self.newcomers[:, gone]
+                fetched, i = self.leaving[gone]
+                residents -= fetched[i]
             occupant[p] = b
         self.running, self.occupant = n, occupant
         self.position, self.evicted, self.level = np.array(position, np.int64), evicted, level
@@ -187,7 +188,7 @@ class Batch:
         evicted, count = torch.tensor(self.evicted), self.incoming.shape[0]
         resident = evicted >= count
         lost = self.seen[evicted.clamp(max=count - 1)]  # a newcomer that left again, or was turned away
-        lost[resident] = units(self.score, self.residents[evicted[resident] - count], self.memory, self.e)
+        lost[resident] = units(self.score, self.items[evicted[resident]], self.memory, self.e)
         return lost
 
     def _slots(self, turned_away: int) -> Tensor:
@@ -200,10 +201,15 @@ class Batch:
         total = torch.from_numpy(self.running[self.occupant])
         if self.whole:
             return torch.from_numpy(self.position), total
-        change = self.seen[:count].sum(0, dtype=torch.float64) - self.lost[:count].sum(0, dtype=torch.float64)
+        change = _sum(self.seen[:count], 0) - _sum(self.lost[:count], 0)
         return self._slots(turned_away=-1), (self.total + change).index_copy(0, self.candidates, total)
 
     def memory_after(self) -> Tensor:
         """(K, d): the memory with the newcomers that were accepted."""
-        held = torch.cat([self.incoming, self.residents])[self.occupant]
+        held = self.items[self.occupant]
         return held if self.whole else self.memory.index_copy(0, self.candidates, held)
+
+
+def _sum(h: Tensor, dim: int) -> Tensor:
+    """Whole numbers summed in float64. NumPy widens them as it goes, torch makes a copy of them all first."""
+    return torch.from_numpy(h.numpy().sum(dim, dtype=np.float64))
