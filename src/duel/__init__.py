@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from duel import methods, policies, recipes, scores
+    from duel import integrations, methods, policies, recipes, scores
     from duel.config import TrainConfig
     from duel.encoders import encoder
     from duel.errors import UserError
@@ -32,7 +32,7 @@ _HOME = {
     "replace": "duel.replacement",
     "train": "duel.training",
 }
-_MODULES = ("methods", "policies", "recipes", "scores")
+_MODULES = ("integrations", "methods", "policies", "recipes", "scores")
 
 __all__ = [
     "RunResult",
@@ -42,6 +42,7 @@ __all__ = [
     "encoder",
     "evaluate",
     "expected_duplicates",
+    "integrations",
     "load_trained",
     "methods",
     "policies",

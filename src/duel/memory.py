@@ -339,7 +339,8 @@ class WorkingMemory(Storage):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Refuses a state of another memory before anything is changed, also where the memory is part of a model."""
         given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        self._check_state(given)
+        if given or not prefix:  # nothing at all: a model that had no memory yet, which strict=False allows
+            self._check_state(given)
         if "policy._extra_state" in given:
             self.policy.check_state(given["policy._extra_state"])
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
