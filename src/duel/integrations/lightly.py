@@ -42,6 +42,8 @@ class DuelMemoryBank(MemoryBankModule):  # type: ignore[misc]
         memory: further settings of `WorkingMemory`. Embeddings are brought to unit length unless `normalize=False`.
     """
 
+    bank: Tensor
+
     def __init__(
         self,
         size: int | Sequence[int],
