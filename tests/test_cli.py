@@ -63,7 +63,8 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
     assert parsed("--bias-kind", "weights", "--weights", "1", "2.5").weights == (1.0, 2.5)
     first = parsed("--method", "d-simclr", "--source", "memory", "--data", "cifar10", "--bias", "27")
     assert first == dataclasses.replace(recipes.standard("d-simclr", source="memory"), bias=27.0)
-    assert first.memory_size > parsed("--method", "d-simclr").memory_size
+    assert first == parsed("--method", "d-simclr", "--bias", "27")
+    assert first.memory_size > parsed("--method", "d-simclr", "--source", "stream").memory_size
     queue = parsed("--method", "simclr", "--policy", "fifo", "--memory-size", "512")
     assert (queue.negatives_from_memory, queue.refreshed_slots) == (True, 512)
 
@@ -89,6 +90,16 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
             ["train", "--method", "simclr", "--memory-size", "64", "--score", "quadratic"],
             "so --memory-size, score would",
         ),
+        (
+            ["train", "--method", "moco", "--score", "linear", "--admit", "compete"],
+            "policy 'fifo' does not look at score, admit; leave that out, or use policy duel\n",
+        ),
+        (["train", "--method", "d-moco", "--policy", "adaptive", "--at-once"], "does not look at --at-once"),
+        (
+            ["train", "--method", "d-moco", "--policy", "fifo", "--space", "backbone"],
+            "does not look at space; leave that out, or use policy duel or minred or adaptive",
+        ),
+        (["train", "--method", "d-byol", "--source", "stream"], "use --source memory"),
     ],
 )
 def test_mistakes_are_told_without_a_stack_trace(

@@ -132,7 +132,7 @@ def test_names_of_runs() -> None:
 @pytest.mark.parametrize("method", get_args(MethodName))
 @pytest.mark.parametrize("name", list(recipes.RECIPES))
 def test_every_recipe_serves_every_method(name: str, method: MethodName) -> None:
-    for source in ("stream", "memory"):
+    for source in ("memory",) if method in ("d-simsiam", "d-byol") else ("stream", "memory"):
         config = recipes.recipe(name, method=method, source=source, batch_size=5000)
         assert (config.recipe, config.method, config.source, config.batch_size) == (name, method, source, 5000)
 
@@ -159,9 +159,29 @@ def test_the_standard_memory_depends_on_what_it_is_for() -> None:
     assert recipes.standard("d-moco", source="memory").queue == 4096
     assert recipes.standard("d-moco", "digits", source="memory").queue == 256
     assert recipes.demo("d-moco", source="memory").queue == 256
-    assert recipes.standard("d-moco").queue == recipes.standard("d-simclr", source="memory").queue == 0
-    assert recipes.standard("d-simclr").memory_size == recipes.standard("simclr").memory_size == 512
-    assert recipes.standard("d-moco").memory_size == 4096
+    stream = recipes.standard("d-moco", source="stream")
+    assert (stream.memory_size, stream.queue) == (4096, 0)
+    assert recipes.standard("d-simclr", source="memory").queue == 0
+    assert recipes.standard("d-simclr", source="stream").memory_size == recipes.standard("simclr").memory_size == 512
+
+
+@pytest.mark.parametrize("method", get_args(MethodName))
+def test_the_standard_d_forms_draw_their_batches_from_the_memory(method: MethodName) -> None:
+    config = recipes.standard(method)
+    assert config == recipes.standard(method, source="memory" if method.startswith("d-") else "stream")
+    assert recipes.recipe("standard", method=method) == config
+    negative_free = method in ("d-simsiam", "d-byol")  # a memory can give them nothing but batches
+    for literal in (recipes.paper(method), recipes.demo(method)):
+        assert literal.source == ("memory" if negative_free else "stream")
+    if negative_free:
+        assert config.memory_policy == "duel"
+        with pytest.raises(UserError, match="no negatives that a memory could give, only batches"):
+            recipes.standard(method, source="stream")
+
+
+def test_all_forms_of_the_papers_moco_normalise_their_keys_alike() -> None:
+    forms = [recipes.paper("moco"), recipes.paper("d-moco"), recipes.paper("d-moco", source="memory")]
+    assert {form.method_settings["key_batchnorm"] for form in forms} == {"running"}
 
 
 def test_a_refresh_is_of_all_slots_at_most() -> None:

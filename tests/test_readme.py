@@ -14,7 +14,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 def test_the_snippets_run_one_after_the_other():
     snippets = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    assert len(snippets) == 3
+    assert len(snippets) == 5
     names: dict = {}
     for snippet in snippets:
         exec(compile(snippet, str(README), "exec"), names)

@@ -103,6 +103,7 @@ CASES = {
     "host": small("d-simclr", source="memory", memory_images="host", refresh=8, stream_batch=8),
     "memory-first": small("simsiam", source="memory", policy="reservoir", refresh=8, dwell=3),
     "moco-queue": small("d-moco", source="memory", queue=24, refresh=8),
+    "d-byol": small("d-byol", source="memory", refresh=8),
     "memory-first-moco": small("moco", source="memory", policy="duel", admit="compete", score="exponential:0.05"),
 }
 
@@ -173,6 +174,8 @@ def test_a_memory_has_a_slot_for_each_image_at_most() -> None:
     result = go(dataclasses.replace(config, space="backbone", policy="duel"), console=Console(file=said, width=200))
     assert result.steps == 2
     assert "the memory gets 1,297 slots, one for each image of the data, not 2,000" in said.getvalue()
+    go(dataclasses.replace(config, dwell=3, out="frames"))  # of one image there are several
+    assert final_state("frames")["memory"]["_extra_state"]["filled"] == 2000
 
 
 def test_training_learns_and_writes_its_origin() -> None:

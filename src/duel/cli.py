@@ -18,7 +18,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
 from . import recipes
 from .benchmarks.commands import Benchmark
 from .config import TrainConfig
-from .config_checks import OF_ANY_MEMORY, check_idle, choices
+from .config_checks import OF_ANY_MEMORY, check_idle, check_unread, choices
 from .errors import UserError, suggest
 from .evaluation.settings import EvaluationSettings
 from .messages import as_options, plain_warnings
@@ -97,7 +97,7 @@ class Train:
       duel train --data cifar10 --method simclr --bias 27 --steps 5000 --out runs/simclr-x27
 
     Your own pictures, and a working memory that forgets duplicates as the source of the batches:
-      duel train --data ~/pictures --image-size 64 --method d-simclr --source memory --out runs/mine
+      duel train --data ~/pictures --image-size 64 --method d-simclr --out runs/mine
 
     Go on after an interruption, with the settings of the run:
       duel train --out runs/simclr --resume
@@ -321,7 +321,9 @@ def _parse(args: list[str]) -> Command:
     )
     if isinstance(command, Train):
         named = [name for name in OF_ANY_MEMORY if getattr(command.config, name) != getattr(defaults, name)]
-        check_idle(TrainConfig(**vars(command.config)), named)
+        config = TrainConfig(**vars(command.config))
+        check_idle(config, named)
+        check_unread(config, named)
     return command
 
 

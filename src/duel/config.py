@@ -26,7 +26,8 @@ class TrainConfig:
 
     # What to train, on what, for how long ------------------------------------------------------------------
     method: MethodName = "simclr"
-    """Learning method. The d- forms keep a working memory that forgets duplicates (policy duel)."""
+    """Learning method. The d- forms keep a working memory that forgets duplicates (policy duel); in the standard recipe
+    they draw their batches from it."""
     data: str = "cifar10"
     """digits, cifar10, cifar100, stl10, stl10-unlabeled, a folder of images, or a .npz / .npy file."""
     recipe: str = "standard"
@@ -116,7 +117,7 @@ class TrainConfig:
     # Working memory ----------------------------------------------------------------------------------------
     memory_size: int = 4096
     """Slots of the working memory (moco, d-simclr, simclr with a policy, and every method with source memory, then no
-    more than there are images)."""
+    more than there are images, unless dwell makes different frames of each)."""
     policy: str | None = None
     """Who leaves. None: duel for the d- methods, else fifo. simclr given a policy gets a memory of images as further
     negatives, as d-simclr has. oracle is a control for measuring only: it sees the labels and keeps the classes in

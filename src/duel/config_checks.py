@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from .errors import UserError, suggest
-from .names import POLICIES, score_parts
+from .names import BLIND_POLICIES, NEGATIVE_FREE, POLICIES, score_parts
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -24,8 +24,8 @@ _OF_THE_MEMORY = (
     "reuse_newcomers",
     "memory_images",
 )
-#: Likewise, but a recipe may have set them, for whoever adds a memory.
-OF_ANY_MEMORY = ("memory_size", "score", "admit", "at_once")
+#: Likewise, but a recipe may have set them, for whoever adds a memory or another policy.
+OF_ANY_MEMORY = ("memory_size", "score", "admit", "at_once", "space", "refresh", "queue")
 
 
 def check(config: TrainConfig) -> None:
@@ -81,8 +81,31 @@ def check_idle(config: TrainConfig, given: Sequence[str]) -> None:
         )
 
 
+def unread(policy: str) -> set[str]:
+    """Settings that `policy` does not look at."""
+    names = set() if policy == "duel" else {"score", "at_once"}
+    names |= set() if policy in ("duel", "adaptive") else {"admit"}
+    names |= {"space"} if policy in BLIND_POLICIES else set()
+    return names | (set() if policy == "adaptive" else {"adaptive_target"})
+
+
+def check_unread(config: TrainConfig, given: Sequence[str]) -> None:
+    """Refuses settings that were given to a policy that does not look at them."""
+    names = [name for name in given if name in unread(config.memory_policy)]
+    if names:
+        readers = [p for p in POLICIES if not unread(p) & set(names)]
+        raise UserError(
+            f"policy {config.memory_policy!r} does not look at {', '.join(names)}; leave that out, or use policy "
+            f"{' or '.join(readers)}"
+        )
+
+
 def _check_memory(config: TrainConfig) -> None:
     """Settings of the memory that contradict each other or would do nothing."""
+    if config.method.startswith("d-") and config.base_method in NEGATIVE_FREE and config.source == "stream":
+        raise UserError(
+            f"method {config.method!r} has no negatives that a memory could give, only batches: use --source memory"
+        )
     if config.queue and (config.base_method != "moco" or config.source != "memory"):
         raise UserError(
             f"queue is for moco and d-moco with source memory, got {config.method!r} with source {config.source!r}: "

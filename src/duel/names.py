@@ -6,12 +6,14 @@ from typing import Literal
 
 from .errors import UserError, suggest
 
-MethodName = Literal["simclr", "moco", "simsiam", "byol", "d-simclr", "d-moco"]
+MethodName = Literal["simclr", "moco", "simsiam", "byol", "d-simclr", "d-moco", "d-simsiam", "d-byol"]
 OptimizerName = Literal["adam", "adamw", "sgd", "lars"]
 AugmentName = Literal["standard", "paper", "digits", "none"]
 POLICIES = ("duel", "fifo", "reservoir", "random", "minred", "adaptive", "oracle")
 #: Those that compare nothing.
 BLIND_POLICIES = ("fifo", "reservoir", "random", "oracle")
+#: Methods without negatives: a memory can only give them their batches.
+NEGATIVE_FREE = ("simsiam", "byol")
 
 #: Scores with a width τ, and all of them.
 WIDE_SCORES = ("gaussian", "exponential")

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from .config import MethodName, TrainConfig
+from .config_checks import choices as accepted
 from .errors import UserError, suggest
+from .names import NEGATIVE_FREE
 
 Recipe = Callable[..., TrainConfig]
 Source = Literal["stream", "memory"]
@@ -53,18 +55,20 @@ _DIGITS_MEMORY = 256  # of 1,297 images to train on
 
 
 def standard(
-    method: MethodName = "simclr", data: str = "cifar10", *, batch_size: int = 256, source: Source = "stream"
+    method: MethodName = "simclr", data: str = "cifar10", *, batch_size: int = 256, source: Source | None = None
 ) -> TrainConfig:
     """What the field uses on small images: SGD with cosine, SimCLR's augmentation, ResNet-18, 200 epochs.
 
-    The learning rate is 0.06 per 128 images of batch; SimSiam's is not scaled, which keeps it from collapsing.
+    The learning rate is 0.06 per 128 images of batch; SimSiam's is not scaled, which keeps it from collapsing. Unless
+    `source` says otherwise, a d- form draws its batches from the memory, the others from the stream.
     """
+    source = source or ("memory" if method.startswith("d-") else "stream")
     base = method.removeprefix("d-")
     if base not in _STANDARD:
         raise UserError(suggest("method", method, get_args(MethodName)))
     settings: dict[str, Any] = {
         "optimizer": "sgd",
-        "lr": 0.06 if method == "simsiam" else 0.06 * batch_size / 128,
+        "lr": 0.06 if base == "simsiam" else 0.06 * batch_size / 128,
         "momentum": 0.9,
         "weight_decay": 5e-4,
         "epochs": 200.0,
@@ -87,18 +91,21 @@ def standard(
 
 
 def paper(
-    method: MethodName = "d-moco", data: str = "cifar10", *, batch_size: int = 256, source: Source = "stream"
+    method: MethodName = "d-moco", data: str = "cifar10", *, batch_size: int = 256, source: Source | None = None
 ) -> TrainConfig:
     """The DUEL paper's: ResNet-50, one linear layer to 256, Adam, cosine from 0.05, temperature 0.7, no crop.
 
     The memory is Algorithm 2's, literally: linear score, every newcomer admitted, D-MoCo's embeddings as they were,
-    D-SimCLR's images all encoded again in each step. The paper did not try source memory.
+    D-SimCLR's images all encoded again in each step. The paper did not try source memory. MoCo's keys are normalised
+    by running statistics, which the paper does not say, so that all forms of it differ in their memory alone.
     """
+    source = source or _literal_source(method)
     settings: dict[str, Any] = {}
     if method.removeprefix("d-") in ("moco", "simclr"):
         settings["temperature"] = 0.7
     if method.removeprefix("d-") == "moco":
-        settings |= {"memory_size": 2048, "key_momentum": 0.999}  # the paper gives no momentum; MoCo v2's is .999
+        # the paper gives no momentum; MoCo v2's is .999
+        settings |= {"memory_size": 2048, "key_momentum": 0.999, "key_batchnorm": "running"}
     if method == "d-simclr":
         settings["memory_size"] = 512
     settings |= {
@@ -117,9 +124,10 @@ def paper(
 
 
 def demo(
-    method: MethodName = "simclr", data: str = "digits", *, batch_size: int = 128, source: Source = "stream"
+    method: MethodName = "simclr", data: str = "digits", *, batch_size: int = 128, source: Source | None = None
 ) -> TrainConfig:
     """Seconds on a CPU: 8×8 digits, a small convnet, 200 steps; a memory of 256 images where one is used."""
+    source = source or _literal_source(method)
     settings: dict[str, Any] = {
         "backbone": "convnet",
         "projection": "linear",
@@ -151,6 +159,11 @@ def demo(
     return _make("demo", method, data, batch_size, source, settings)
 
 
+def _literal_source(method: MethodName) -> Source:
+    """The paper's: batches come from the stream, but where the memory can give nothing else than batches."""
+    return "memory" if method.startswith("d-") and method.removeprefix("d-") in NEGATIVE_FREE else "stream"
+
+
 def _make(
     name: str, method: MethodName, data: str, batch_size: int, source: Source, settings: dict[str, Any]
 ) -> TrainConfig:
@@ -167,6 +180,7 @@ def recipe(name: str, **choices: Any) -> TrainConfig:
     """The recipe called `name`, for the given method, data, batch_size and source (each optional)."""
     if name not in RECIPES:
         raise UserError(suggest("recipe", name, RECIPES))
-    # an unknown method is reported as such, before the recipe looks it up
-    TrainConfig(**{key: value for key, value in choices.items() if key in ("method", "source")})
+    for key, words in accepted(TrainConfig).items():
+        if key in choices and choices[key] not in words:
+            raise UserError(suggest(key, choices[key], map(str, words)))
     return RECIPES[name](**choices)

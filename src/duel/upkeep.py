@@ -161,8 +161,9 @@ def build_memory(config: TrainConfig, inputs: Inputs, feature_dim: int, device: 
 
 
 def slots_for(config: TrainConfig, inputs: Inputs) -> int:
-    """Slots of the memory: those of a memory that is trained on are no more than there are images."""
-    return min(config.memory_size, inputs.items) if config.source == "memory" else config.memory_size
+    """Slots of the memory: one that is trained on has no more than there are images, unless their frames differ."""
+    few = config.source == "memory" and config.dwell == 1
+    return min(config.memory_size, inputs.items) if few else config.memory_size
 
 
 def build_queue(config: TrainConfig, inputs: Inputs, device: torch.device) -> WorkingMemory | None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 
 from ..config import TrainConfig
-from ..names import BLIND_POLICIES
+from ..config_checks import unread
 
 MEMORY = (
     "source", "stream_batch", "memory_size", "policy", "score", "adaptive_target", "admit", "at_once", "max_age",
@@ -37,11 +37,7 @@ def _idle(config: TrainConfig) -> set[str]:
     if not config.has_memory:
         idle |= set(MEMORY) - {"source"}
     else:
-        policy = config.memory_policy
-        idle |= set() if policy == "duel" else {"score", "at_once"}
-        idle |= set() if policy in ("duel", "adaptive") else {"admit"}
-        idle |= {"space"} if policy in BLIND_POLICIES else set()
-        idle |= set() if policy == "adaptive" else {"adaptive_target"}
+        idle |= unread(config.memory_policy)
     if config.bias_kind == "weights":
         idle.add("bias")
     elif config.bias == 1:

@@ -47,7 +47,9 @@ class Row:
     """The row of the paper's tables that it re-does."""
 
     def config(self, recipe: str, data: str) -> TrainConfig:
-        return dataclasses.replace(recipes.recipe(recipe, method=self.method, data=data), **self.settings)
+        return dataclasses.replace(
+            recipes.recipe(recipe, method=self.method, data=data, source="stream"), **self.settings
+        )
 
 
 def _plain(name: MethodName, label: str) -> Row:
