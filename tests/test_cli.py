@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import time
@@ -238,9 +239,9 @@ def test_train_evaluate_export_resume(capsys: pytest.CaptureFixture[str]) -> Non
     assert "bias: 1.0 -> 9.0" in capsys.readouterr().err
     assert cli.main(["train", "--out", "run", "--resume", "--log-every", "3"]) == 0
     assert "4 steps" in capsys.readouterr().out
-    assert cli.main(["train", *TINY, "--out", "run", "--overwrite", "--bias", "9"]) == 0
+    assert cli.main(["train", *TINY, "--out", "run", "--overwrite", "--bias", "9", "--policy", "fifo"]) == 0
     assert runs.load_config(Path("run")).bias == 9.0
-    capsys.readouterr()
+    assert re.search(r"loss \S+, memory_entropy 0\.\d+, memory_largest 0\.\d+\n", capsys.readouterr().out)
     assert cli.main(["evaluate", "run", "--device", "cpu", "--probe-epochs", "2", "--per-class"]) == 0
     shown = capsys.readouterr().out
     assert "linear probe" in shown

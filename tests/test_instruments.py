@@ -1,13 +1,25 @@
 from __future__ import annotations
 
-import torch
+import dataclasses
+import io
+from pathlib import Path
 
-from duel import WorkingMemory
-from duel.instruments import COUNTED_UP_TO, UNCHANGED, Instruments
-from duel.policies import Duel
+import pytest
+import torch
+from rich.console import Console
+from torch.nn.functional import normalize
+
+from duel import WorkingMemory, recipes, runs
+from duel.instruments import COUNTED_UP_TO, PATIENCE, Instruments
+from duel.policies import AdaptiveDuel, Duel
+from duel.reproduce import store
+from duel.runlog import RunLog, read_metrics
+from duel.training import train
+from duel.upkeep import build_policy
 from pools import clusters, isotropic
 
 IDS = {"id": ((), torch.int64)}
+RESULTS = Path(__file__).parent.parent / "results" / store.RUNS
 
 
 def watched(policy, *, size=60, updates=5, labels=True, stream_largest=0.75):
@@ -27,8 +39,8 @@ def watched(policy, *, size=60, updates=5, labels=True, stream_largest=0.75):
 
 
 def test_the_measures_are_what_they_say():
-    memory, classes, eye = watched(Duel("gaussian:0.1"))
-    batch = torch.arange(200, 220)
+    memory, classes, eye = watched(Duel("gaussian:0.1"), updates=20)
+    batch = torch.arange(1000, 1020)
     found = eye.read(batch, updates=2)
     assert list(found) == eye.columns
     held = classes[memory["id"]]
@@ -46,6 +58,9 @@ def test_the_measures_are_what_they_say():
     assert abs(found["memory_inter"] - float(cosines[~alike].mean())) < 1e-5
     assert found["memory_turnover"] == float((memory.age < 2).double().mean())
     assert found["memory_age_max"] == float(memory.age.max())
+    assert found["memory_age_p10"] <= found["memory_age"] <= found["memory_age_p90"]
+    for name, part in (("memory_age_p10", 0.1), ("memory_age_p90", 0.9)):
+        assert found[name] == pytest.approx(float(memory.age.double().quantile(part)))
     assert found["memory_staleness"] == float(memory.staleness.median())
     assert abs(found["memory_duplicates"] - float(memory.expected_duplicates().mean())) < 1e-9
     assert abs(found["memory_duplicates_max"] - float(memory.expected_duplicates().max())) < 1e-9
@@ -68,22 +83,174 @@ def test_a_large_queue_is_not_counted():
 
 def test_each_warning_comes_once_and_when_it_should():
     memory, _, eye = watched("fifo")
-    assert eye.warnings(eye.read(torch.arange(3), updates=1)) == []
-    memory._clock += UNCHANGED  # as if so many updates had been turned away
-    said = eye.warnings(eye.read(torch.arange(3), updates=1))
-    assert any("has not changed for 50" in message and "--refresh" in message for message in said)
-    assert any("encoded more than" in message and "--max-age" in message for message in said)
-    assert eye.warnings(eye.read(torch.arange(3), updates=1)) == []
-    _, _, eye = watched("fifo", stream_largest=0.2)
-    (message,) = eye.warnings(eye.read(torch.arange(3), updates=1))
-    assert "than the stream brings (20%)" in message
-    assert "--policy duel" in message
-    for score, advice in (
-        ("gaussian:0.1", "try --score exponential:0.05"),
-        ("exponential:0.05", "sharper --score than"),
+    assert eye.warnings(eye.read(torch.arange(3), updates=1), PATIENCE) == []
+    memory._clock += PATIENCE  # as if so many updates had been turned away
+    said = eye.warnings(eye.read(torch.arange(3), updates=1), PATIENCE)
+    assert any("not changed for 50" in message and "--max-age" in message for message in said)
+    assert any("encoded more than" in message and "--refresh" in message for message in said)
+    assert eye.warnings(eye.read(torch.arange(3), updates=1), PATIENCE) == []
+
+
+@pytest.mark.parametrize(
+    ("score", "admit"), [("exponential:0.05", "always"), ("linear", "always"), ("linear", "compete")]
+)
+def test_newcomers_that_only_replace_each_other_leave_a_memory_unchanged(score, admit):
+    memory = WorkingMemory(64, 16, Duel(score, admit=admit), IDS)
+    memory.update(isotropic(64, 16, 0).float(), id=torch.arange(64))
+    eye = Instruments(memory, labels=None, classes=0, stream_largest=None, per_update=16)
+    for clock, count in ((PATIENCE - 6, 0), (PATIENCE, 1)):
+        memory._clock.fill_(clock)
+        for step in range(5):
+            alike = isotropic(1, 16, 1) + 0.01 * isotropic(16, 16, 2 + step)
+            memory.update(normalize(alike, dim=1).float(), id=torch.arange(16))
+        assert admit == "compete" or int(memory.age.min()) == 0
+        said = eye.warnings(eye.read(torch.arange(3), updates=1), 1)
+        assert len([message for message in said if "replace each other. If" in message]) == count
+
+
+def of_classes(policy, largest, *, stream=0.75, done=PATIENCE, **more):
+    """What is said of such a share of the largest class."""
+    _, _, eye = watched(policy, stream_largest=stream, **more)
+    found = eye.read(torch.arange(3), updates=1) | {"memory_largest": largest}
+    return [message for message in eye.warnings(found, done) if "uneven" in message or "than the stream" in message]
+
+
+def test_a_memory_that_concentrates():
+    assert of_classes("fifo", 0.8) == []
+    (message,) = of_classes("fifo", 0.9, done=1)
+    assert (
+        "largest class (90%) than the stream brings (75%): try --policy duel with --score exponential:0.05" in message
+    )
+    assert of_classes(Duel("linear"), 0.3, stream=0.1) == []
+    assert len(of_classes(Duel("linear"), 0.41, stream=0.1)) == 1
+
+
+def test_a_memory_that_stays_as_uneven_as_its_stream():
+    for policy, advice in (
+        ("minred", "--policy duel with --score exponential:0.05"),
+        (AdaptiveDuel(), "--policy duel with --score exponential:0.05"),
+        (Duel("gaussian:0.1"), "try --score exponential:0.05 (it is gaussian:0.1)"),
+        (Duel("exponential:0.05"), "is sharp enough; try --space backbone, a larger --memory-size"),
     ):
-        _, _, eye = watched(Duel(score), stream_largest=-0.1)
-        assert any(advice in message for message in eye.warnings(eye.read(torch.arange(3), updates=1)))
+        (message,) = of_classes(policy, 0.7)
+        assert "as uneven (70% of one class) as the stream (75%)" in message
+        assert advice in message
+    assert of_classes("fifo", 0.75) == []
+    assert of_classes(Duel("linear"), 0.75, done=PATIENCE - 1) == []
+    assert of_classes(Duel("linear"), 0.68) == []
+    assert of_classes(Duel("linear"), 0.25, stream=0.25) == []
+
+
+@pytest.mark.parametrize(("score", "count"), [("gaussian:0.1", 1), ("linear", 0)])
+def test_embeddings_that_are_all_alike(score, count):
+    _, _, eye = watched(Duel(score), labels=False)
+    found = eye.read(torch.arange(3), updates=1) | {"memory_duplicates": 31.0}
+    assert eye.warnings(found, PATIENCE - 1) == []
+    said = eye.warnings(found, PATIENCE)
+    assert len([message for message in said if "mean N 31 of 60" in message and "--lr" in message]) == count
+    found["memory_duplicates"] = 30.0
+    assert watched(Duel(score), labels=False)[2].warnings(found, PATIENCE) == []
+
+
+def replayed(path):
+    """What would have been said in a run on file. The tenth percentile of the age, which those have not, is no more
+    than the median, and less than the steps between two lines where more than a tenth changed in between."""
+    record = store.read(path)
+    config, metrics = record.config, record.values["metrics"]
+    policy = build_policy(config, None)
+    eye = Instruments(
+        WorkingMemory(config.memory_size, 1, policy, IDS, policy_dim=1 if config.compares_features else None),
+        labels=torch.arange(10),
+        classes=10,
+        stream_largest=config.bias / (config.bias + 9),
+        per_update=config.stream_items,
+    )
+    said = []
+    for line, step in enumerate(metrics["step"]):
+        found = {name: values[line] for name, values in metrics.items() if name.startswith("memory_")}
+        found["memory_age_p10"] = found["memory_age"] if found["memory_turnover"] <= 0.1 else 0.0
+        said += eye.warnings(found, step)
+    return said
+
+
+def test_the_good_runs_on_file_would_have_been_silent_and_the_bad_ones_not():
+    good = list(RESULTS.glob("*-d-*-ours-*.json"))
+    assert len(good) > 10
+    assert [path.name for path in good if replayed(path)] == []
+    for row, advice in (
+        ("d-simclr-tune-gaussian0.1", ["try --score exponential:0.05"]),
+        ("d-simclr-tune-adaptive", ["--policy duel"]),
+        ("d-simclr-tune-32768-backbone-negatives", ["try a larger --memory-size", "all alike"]),
+    ):
+        (path,) = RESULTS.glob(f"short-cifar10-resnet18-{row}-x27-*.json")
+        said = replayed(path)
+        assert len(said) == len(advice)
+        assert all(part in message for part, message in zip(advice, said, strict=True))
+
+
+@pytest.mark.parametrize(("method", "source"), [("d-simclr", "memory"), ("d-moco", "stream")])
+def test_csv_and_tensorboard_have_them_all(method, source, tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(
+        recipes.demo(method, source=source), steps=5, log_every=2, batch_size=32, memory_size=64, tensorboard=True
+    )
+    train(config, console=Console(file=io.StringIO()))
+    lines = read_metrics(Path(config.run_dir))
+    assert [line["step"] for line in lines] == [2, 4, 5]
+    events = EventAccumulator(str(Path(config.run_dir) / runs.TENSORBOARD)).Reload()
+    _, _, eye = watched(Duel())
+    for name in eye.columns:
+        assert [(e.step, e.value) for e in events.Scalars(name)] == [
+            (line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines
+        ]
+    ages = events.Histograms("memory_ages")
+    assert ages[-1].histogram_value.num == 64
+    assert ages[-1].histogram_value.max == lines[-1]["memory_age_max"]
+
+
+LINE = {
+    "loss": 6.6483,
+    "lr": 0.0034,
+    "steps_per_s": 38.9,
+    "knn": 0.1634,
+    "memory_largest": 0.741,
+    "memory_entropy": 0.49,
+    "memory_collisions": 0.563,
+    "memory_intra": 0.1597,
+    "memory_inter": -0.096,
+    "memory_turnover": 0.4127,
+    "memory_age": 145.0,
+    "memory_age_max": 12698.0,
+    "memory_duplicates": 22382.3,
+    "memory_duplicates_max": 26690.8,
+}
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_line_below_the_progress_has_them(terminal, tmp_path):
+    said = io.StringIO()
+    console = Console(file=said, width=120, force_terminal=terminal, color_system=None)
+    with RunLog(tmp_path, columns=list(LINE), steps=5000, label="d-simclr", tensorboard=False, console=console) as log:
+        log.log(5000, LINE)
+    lines = said.getvalue().splitlines()
+    below = "memory: entropy 0.49  largest 74%  collisions 56%  turnover 41%  age 145 (12698)  N 22382 (26691)"
+    assert any(line.strip() == f"{below}  cosine 0.16/-0.10" for line in lines)
+    assert any("5000/5000" in line and "loss 6.6483  lr 0.0034  steps/s 38.9  knn 16.3%" in line for line in lines)
+    assert max(len(line) for line in lines) <= 120
+
+
+def test_the_line_without_labels_and_without_a_memory(tmp_path):
+    said = io.StringIO()
+    log = RunLog(tmp_path, columns=list(LINE), steps=5, tensorboard=False, console=Console(file=said, width=120))
+    log.log(5, {"loss": 1.0, "memory_turnover": 0.5, "memory_age": 3.0, "memory_age_max": 9.0})
+    log.log(5, {"loss": 1.0})
+    assert said.getvalue().splitlines() == [
+        "training: step 5/5  loss 1.0000",
+        "  memory: turnover 50%  age 3 (9)",
+        "training: step 5/5  loss 1.0000",
+    ]
 
 
 def test_a_score_that_sees_no_duplicates_is_said_to_be_too_sharp():
@@ -91,7 +258,7 @@ def test_a_score_that_sees_no_duplicates_is_said_to_be_too_sharp():
         memory = WorkingMemory(8, 16, Duel(score), IDS)
         memory.update(isotropic(8, 16, 0), id=torch.arange(8))
         eye = Instruments(memory, labels=None, classes=0, stream_largest=None, per_update=8)
-        said = eye.warnings(eye.read(torch.arange(3), updates=1))
+        said = eye.warnings(eye.read(torch.arange(3), updates=1), 1)
         assert len([message for message in said if "no item of the memory resembles another" in message]) == count
 
 

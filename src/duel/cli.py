@@ -123,7 +123,8 @@ class Train:
             raise KeyboardInterrupt(*(stop.args or [self._not_begun(out, new=not found)])) from stop
         if not result.finished:
             return INTERRUPTED
-        shown = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k in ("loss", "knn", "memory_largest"))
+        last = ("loss", "knn", "memory_entropy", "memory_largest")
+        shown = ", ".join(f"{name} {result.metrics[name]:.4g}" for name in last if name in result.metrics)
         print(f"{result.steps} steps in {result.seconds:.0f} s; {shown}")
         print(f"run directory: {result.run_dir}")
         print(f"next: duel {'evaluate' if result.labelled else 'export'} {result.run_dir}")

@@ -1,6 +1,7 @@
 """What a memory looks like while it is trained with, and what to do when it goes wrong.
 
-Read when a line is logged, never in a step. Class measures need labels and are for measuring only.
+Read when a line is logged, never in a step. Class measures need labels and are for measuring only. docs/decisions.md
+has what the limits below would have said in the runs on file.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import scores
 from .evaluation import memory as measures
 from .evaluation.geometry import class_cosines
 from .memory import WorkingMemory
@@ -15,16 +17,28 @@ from .policies import AdaptiveDuel, Duel, MinRed
 
 #: Above so many slots N is shown only where the policy carries it: counting it would take longer than a step.
 COUNTED_UP_TO = 16384
-#: An unchanged memory is worth a warning after so many steps.
-UNCHANGED = 500
-#: The median item may have been encoded so many times longer ago than a queue of the same size would keep it.
-STALE = 10.0
-#: The memory may hold this much more of its largest class than the stream brings.
-CONCENTRATED = 0.1
+#: Steps after which an unchanged memory is worth a warning, and before which its classes are not judged.
+PATIENCE = 500
+#: The same in turns: how often a queue of the same size would have been exchanged. Also the limit of staleness.
+TURNS = 10.0
+#: The largest class may take this share of what the stream leaves to all others.
+CONCENTRATED = 1 / 3
+#: A policy should even out a class that has so much more of the stream than an even share
+UNEVEN = 0.2
+#: and has to go so far on the way there.
+EVENED = 0.1
+#: Embeddings are all alike if the mean item has this share of the memory as duplicates,
+ALIKE = 0.5
+#: provided that the score of two at right angles is no more than this.
+RIGHT_ANGLE = 0.1
+#: The score that evened out the classes of CIFAR-10.
+SHARP = scores.exponential(0.05)
 
 ALWAYS = (
     "memory_turnover",
     "memory_age",
+    "memory_age_p10",
+    "memory_age_p90",
     "memory_age_max",
     "memory_staleness",
     "memory_duplicates",
@@ -37,7 +51,7 @@ class Instruments:
     """Looks at one memory from time to time.
 
     labels: int64 (items,), the class of every id, or None. stream_largest: share of the most frequent class in the
-    stream, where it is known. per_update: newcomers offered in one update.
+    stream, where it is known. per_update: newcomers offered in one update, and so in one step.
     """
 
     def __init__(
@@ -52,6 +66,8 @@ class Instruments:
         self.memory, self.classes, self.stream_largest = memory, classes, stream_largest
         self.labels = labels.to(memory.embeddings.device) if labels is not None and classes > 1 else None
         self.queue_age = memory.size / per_update  # updates that an item stays in a queue of this size
+        self.turns = TURNS * max(1.0, self.queue_age)
+        self.patience = max(self.turns, PATIENCE)
         self._warned: set[str] = set()
 
     @property
@@ -78,51 +94,98 @@ class Instruments:
             found["memory_intra"], found["memory_inter"] = torch.as_tensor(intra), torch.as_tensor(inter)
         found["memory_turnover"] = (age < updates).double().mean()
         found["memory_age"], found["memory_age_max"] = age.median(), age.max()
+        tenths = torch.tensor([0.1, 0.9], dtype=torch.float64, device=age.device)
+        found["memory_age_p10"], found["memory_age_p90"] = age.double().quantile(tenths).unbind()
         found["memory_staleness"] = staleness.median()
         if self._counts_duplicates():
             duplicates = memory.expected_duplicates()
             found["memory_duplicates"], found["memory_duplicates_max"] = duplicates.mean(), duplicates.max()
         if isinstance(memory.policy, MinRed):
             found["memory_in_doubt"] = memory.policy.in_doubt
-        device = age.device
-        values = torch.stack([value.to(device, torch.float64) for value in found.values()]).tolist()
-        self._youngest = float(age.min())
-        return dict(zip(found, values, strict=True))
+        values = torch.stack([found[name].to(age.device, torch.float64) for name in self.columns]).tolist()
+        return dict(zip(self.columns, values, strict=True))
 
-    def _advice(self) -> str:
-        """Against a memory that concentrates."""
+    def warnings(self, found: dict[str, float], done: int) -> list[str]:
+        """What the user should know and can act on, by what was `found` after `done` steps; each kind is said once."""
+        distinct = self._distinct(found)
+        judged = done >= self.patience
+        said = {
+            "distinct": distinct,
+            "unchanged": "" if distinct else self._unchanged(found),
+            "stale": self._stale(found),
+            "concentrated": self._concentrated(found, judged),
+            "alike": self._alike(found) if judged else "",
+        }
+        new = {kind: message for kind, message in said.items() if message and kind not in self._warned}
+        self._warned.update(new)
+        return list(new.values())
+
+    def _distinct(self, found: dict[str, float]) -> str:
+        policy = self.memory.policy
+        if not isinstance(policy, Duel) or found["memory_duplicates_max"] > 0:
+            return ""
+        return (
+            "no item of the memory resembles another by the score, so that newcomers only replace each other in the "
+            f"first slot: {'raise --adaptive-target' if isinstance(policy, AdaptiveDuel) else 'use a broader --score'}"
+        )
+
+    def _unchanged(self, found: dict[str, float]) -> str:
+        if found["memory_age_p10"] < self.patience:
+            return ""
+        policy = self.memory.policy
+        sharper = "lower --adaptive-target" if isinstance(policy, AdaptiveDuel) else "use a sharper --score"
+        advice = f"raise --refresh, {sharper} or set --max-age" if isinstance(policy, Duel) else "set --max-age"
+        return (
+            f"nine tenths of the memory have not changed for {found['memory_age_p10']:.0f} steps: newcomers are turned "
+            f"away or replace each other. If the stream does bring anything new, {advice}"
+        )
+
+    def _stale(self, found: dict[str, float]) -> str:
+        if found["memory_staleness"] <= self.turns:
+            return ""
+        return (
+            f"half of the memory was encoded more than {found['memory_staleness']:.0f} steps ago, by another "
+            "network than the present one: raise --refresh or set --max-age"
+        )
+
+    def _concentrated(self, found: dict[str, float], judged: bool) -> str:
+        largest, stream = found.get("memory_largest"), self.stream_largest
+        if largest is None or stream is None:
+            return ""
+        excess = stream - 1 / self.classes
+        judged = judged and excess >= UNEVEN
+        if largest > stream + CONCENTRATED * (1 - stream):
+            what = f"the memory holds more of its largest class ({largest:.0%}) than the stream brings ({stream:.0%})"
+        elif judged and isinstance(self.memory.policy, Duel | MinRed) and largest > stream - EVENED * excess:
+            what = f"the memory is as uneven ({largest:.0%} of one class) as the stream ({stream:.0%})"
+        else:
+            return ""
+        return f"{what}: {self._against_concentration()}"
+
+    def _against_concentration(self) -> str:
         policy = self.memory.policy
         if not isinstance(policy, Duel) or isinstance(policy, AdaptiveDuel):
-            return "try --policy duel with --score exponential:0.05"
-        name = policy.score.name
-        than = "a sharper --score than " if name.startswith("exponential") else "--score "
-        return f"try {than}exponential:0.05 (it is {name}), or a larger --refresh"
+            return f"try --policy duel with --score {SHARP.name}"
+        if _height(policy.score, 0.5) > _height(SHARP, 0.5):
+            return f"try --score {SHARP.name} (it is {policy.score.name})"
+        space = "--space backbone, " if self.memory.policy_dim is None else ""
+        return (
+            f"its --score ({policy.score.name}) is sharp enough; try {space}a larger --memory-size or --refresh, or do "
+            "without --memory-negatives"
+        )
 
-    def warnings(self, found: dict[str, float]) -> list[str]:
-        """What the user should know and can act on; each kind is said once."""
-        said: dict[str, str] = {}
-        if self._youngest >= UNCHANGED:
-            said["unchanged"] = (
-                f"the memory has not changed for {self._youngest:.0f} steps: every newcomer is turned away. "
-                "Raise --refresh, use a sharper --score, or --admit always"
-            )
-        if found["memory_staleness"] > STALE * max(1.0, self.queue_age):
-            said["stale"] = (
-                f"half of the memory was encoded more than {found['memory_staleness']:.0f} steps ago, by another "
-                "network than the present one: raise --refresh or set --max-age"
-            )
-        largest = found.get("memory_largest")
-        if largest is not None and self.stream_largest is not None and largest > self.stream_largest + CONCENTRATED:
-            said["concentrated"] = (
-                f"the memory holds more of its largest class ({largest:.0%}) than the stream brings "
-                f"({self.stream_largest:.0%}): {self._advice()}"
-            )
-        if isinstance(self.memory.policy, Duel) and found["memory_duplicates_max"] == 0:
-            adaptive = isinstance(self.memory.policy, AdaptiveDuel)
-            said["distinct"] = (
-                "no item of the memory resembles another by the score, so that newcomers only replace each other in "
-                f"the first slot: {'raise --adaptive-target' if adaptive else 'use a broader --score'}"
-            )
-        new = [message for kind, message in said.items() if kind not in self._warned]
-        self._warned.update(said)
-        return new
+    def _alike(self, found: dict[str, float]) -> str:
+        policy = self.memory.policy
+        if not isinstance(policy, Duel) or isinstance(policy, AdaptiveDuel):
+            return ""
+        if found["memory_duplicates"] <= ALIKE * self.memory.size or _height(policy.score, 0.0) > RIGHT_ANGLE:
+            return ""
+        return (
+            f"the embeddings are nearly all alike (mean N {found['memory_duplicates']:.0f} of {self.memory.size} by "
+            f"--score {policy.score.name}), which no policy can mend: try a lower --lr or a longer --warmup, or do "
+            "without --memory-negatives"
+        )
+
+
+def _height(score: scores.Score, cosine: float) -> float:
+    return float(score(torch.tensor([cosine])))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from torch import Tensor
 
 from .checkpoint import atomic
 from .errors import UserError
@@ -48,7 +50,7 @@ class RunLog:
         self._last_doing = time.monotonic()
         self._writer = _tensorboard(out / TENSORBOARD, start) if tensorboard else None
         self._wandb = _wandb(wandb, out, config or {}) if wandb else None
-        self._bar: Progress | None = None
+        self._bar: _Bar | None = None
         self._task = TaskID(0)
         if start == 0 or not self._path.exists():
             self._rewrite([])
@@ -57,7 +59,7 @@ class RunLog:
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            self._bar = Progress(
+            self._bar = _Bar(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
@@ -84,18 +86,20 @@ class RunLog:
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line of metrics; `step` counts finished steps."""
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Tensor] | None = None) -> None:
+        """Write one line of metrics; `step` counts finished steps. histograms: for TensorBoard alone."""
         unknown = set(metrics) - set(self.columns)
         if unknown:
             raise KeyError(f"metrics {sorted(unknown)} are not among the columns {self.columns}")
-        shown = "  ".join(f"{_SHORT.get(k, k)} {v:{_FORMAT.get(k, '.3g')}}" for k, v in metrics.items() if k in _SHOWN)
+        shown = "  ".join(f"{short} {metrics[name]:{form}}" for name, short, form in _SHOWN if name in metrics)
+        memory = _of_the_memory(metrics)
         if self._bar is not None:
+            self._bar.below = memory
             self._bar.update(self._task, completed=step, metrics=shown)
         elif time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES or step >= self.steps:
-            self.console.print(f"{self.label}: step {step}/{self.steps}  {shown}", highlight=False, soft_wrap=True)
+            self.say(f"{self.label}: step {step}/{self.steps}  {shown}" + (f"\n  {memory}" if memory else ""))
             self._last_line = time.monotonic()
-        self._to_files(step, metrics)
+        self._to_files(step, metrics, histograms or {})
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=step)
 
@@ -111,7 +115,7 @@ class RunLog:
         """A message for the person watching, above the bar."""
         self.console.print(message, highlight=False, soft_wrap=True, markup=False)
 
-    def _to_files(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _to_files(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Tensor]) -> None:
         if not self._files_work:
             return
         try:
@@ -120,6 +124,8 @@ class RunLog:
             if self._writer is not None:
                 for name, value in metrics.items():
                     self._writer.add_scalar(name, value, step)
+                for name, values in histograms.items():
+                    self._writer.add_histogram(name, values, step)
         except OSError as error:
             self._files_work = False
             self.say(f"warning: cannot write {self._path} ({error.strerror or error}); training goes on without logs")
@@ -134,16 +140,41 @@ class RunLog:
             raise UserError(f"cannot write {self._path}: {error.strerror or error}") from error
 
 
-_SHOWN = ("loss", "lr", "steps_per_s", "knn", "memory_largest", "memory_turnover")
-_SHORT = {"steps_per_s": "steps/s", "memory_largest": "largest class in memory", "memory_turnover": "turnover"}
-_FORMAT = {
-    "loss": ".4f",
-    "lr": ".2g",
-    "steps_per_s": ".1f",
-    "knn": ".1%",
-    "memory_largest": ".0%",
-    "memory_turnover": ".0%",
-}
+# name, as it is shown, format
+_SHOWN = (("loss", "loss", ".4f"), ("lr", "lr", ".2g"), ("steps_per_s", "steps/s", ".1f"), ("knn", "knn", ".1%"))
+_SHARES = (
+    ("memory_entropy", "entropy", ".2f"),
+    ("memory_largest", "largest", ".0%"),
+    ("memory_collisions", "collisions", ".0%"),
+    ("memory_turnover", "turnover", ".0%"),
+)
+
+
+class _Bar(Progress):
+    """With a line below it."""
+
+    below = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.below:
+            yield Text(self.below, no_wrap=True, overflow="ellipsis")
+
+
+def _of_the_memory(metrics: Mapping[str, float]) -> str:
+    """What is known of the memory, to fit into 120 columns: median age (of the oldest), mean N (largest), mean cosine
+    within classes/between them."""
+    parts = [f"{short} {metrics[name]:{form}}" for name, short, form in _SHARES if name in metrics]
+    for name, short in (("memory_age", "age"), ("memory_duplicates", "N")):
+        if name in metrics:
+            parts.append(f"{short} {_count(metrics[name])} ({_count(metrics[f'{name}_max'])})")
+    if "memory_intra" in metrics:
+        parts.append(f"cosine {metrics['memory_intra']:.2f}/{metrics['memory_inter']:.2f}")
+    return f"memory: {'  '.join(parts)}" if parts else ""
+
+
+def _count(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:

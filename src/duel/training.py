@@ -244,12 +244,12 @@ class _Loop:
             ) % self.config.log_every + 1  # the last line, also where a resumed run did not write it
             held = self.instruments.read(step.anchor_ids, since)
             self.metrics |= held
-            for message in self.instruments.warnings(held):
+            for message in self.instruments.warnings(held, step.done):
                 log.say(f"warning: {message}")
         every = self.config.knn_every
         if self.inputs.test is not None and every and (step.done % every < self.config.log_every or last):
             self.metrics |= self._measure()
-        log.log(step.done, self.metrics)
+        log.log(step.done, self.metrics, {} if step.memory is None else {"memory_ages": step.memory.age})
         self._tick = (time.monotonic(), step.done)
 
     def _measure(self) -> dict[str, float]:
