@@ -1,4 +1,4 @@
-"""What is made of finished runs: statistics, verdicts, the page and the figures."""
+"""What is made of finished runs: statistics, the page and the figures."""
 
 from __future__ import annotations
 
@@ -11,30 +11,16 @@ import pytest
 
 from duel import cli
 from duel.errors import UserError
-from duel.reproduce import claims, paper, stats, store
+from duel.reproduce import paper, stats, store
 from duel.reproduce.evidence import Evidence
 from duel.reproduce.figures import draw
 from duel.reproduce.page import drawn, page
-from duel.reproduce.plan import SCALES, Data, plan_run
+from duel.reproduce.plan import SCALES, Data
 from duel.reproduce.rows import ROWS
 from duel.reproduce.stats import Summary
+from records import SHORT, record, runs
 
 REPOSITORY = Path(__file__).parents[1]
-SHORT = SCALES["short"]
-
-
-def record(
-    row: str, bias: float, seed: int, probe: float, *, steps: int | None = None, **budget: float
-) -> store.Record:
-    scale = SHORT if steps is None else SHORT.of_length(steps)
-    planned = plan_run(ROWS[row], Data(bias), scale, seed, {})
-    values = {
-        "row": row, "scale": "short", "commit": "0123456789", "hardware": {"gpu": "G"}, "versions": {"torch": "2"},
-        "evaluation": {"probe": probe, "top1_test_to_train": probe - 0.1, "top1_test_to_test": probe - 0.2},
-        "metrics": {"step": [1000, 2000], "intra_class_cosine": [0.5, 0.6 + seed], "inter_class_cosine": [None, 0.3]},
-        "budget": {"steps": 5000, "images_encoded": 10**6, "gpu_seconds": 50.0, "peak_gpu_memory_mb": 2000} | budget,
-    }  # fmt: skip
-    return store.Record(Path(), values, planned.config, planned.hash)
 
 
 # Statistics ---------------------------------------------------------------------------------------------------
@@ -73,62 +59,98 @@ def test_no_gap_and_unbounded_gaps_are_not_dressed_up() -> None:
     assert sometimes.low is None
 
 
-# Verdicts -----------------------------------------------------------------------------------------------------
+# The page -----------------------------------------------------------------------------------------------------
 
 
-def test_verdicts_follow_the_evidence() -> None:
-    up, down, level = Summary(2.0, 0.5, 4), Summary(-2.0, 0.5, 4), Summary(0.1, 0.5, 4)
-    assert claims.weigh({"a": None, "b": None}).verdict == "not yet measured"
-    assert claims.weigh({"a": up, "b": up}).verdict == "holds"
-    assert claims.weigh({"a": up, "b": level}).verdict == "holds only when a"
-    assert claims.weigh({"a": down, "b": level}).verdict == "does not hold"
-    assert claims.weigh({"a": level}).verdict == "does not hold: within the spread of the seeds"
-    assert claims.weigh({"a": level, "b": up}, at_least_equal=True).verdict == "holds"
-    assert claims.weigh({"a": level, "b": down}, at_least_equal=True).verdict == "holds only when a"
-    assert claims.weigh({"a": up, "b": None}).verdict == "holds (not yet measured: b)"
-    assert claims.weigh({"a": Summary(-3.0, None, 1)}, at_least_equal=True).verdict == "does not hold; one seed only"
-    assert "a +2.00 ± 0.50 (4)" in claims.weigh({"a": up}).evidence
+def test_the_page_shows_ours_beside_the_paper_s() -> None:
+    text = page([*runs(), record("moco", 27, 2, 0.5, scale=SHORT.of_length(777))])
+    assert "| SimCLR | 73.00 ± 1.00 (3); paper 63.34 | not run; paper 61.19 |" in text
+    assert "| D-SimCLR, ours | – | – | 100 % [100, 100] (3) |" in text
+    assert "Scale `short`, cut to 777 steps: recipe" in text
+    assert "Scale `paper`: recipe `paper` on cifar10, 40,000 steps\n\nNot run." in text
+    assert "smoke" not in text.split("## Scale", 1)[1]
+    assert page(reversed(runs())) == page(runs())
 
 
-def runs() -> list[store.Record]:
-    found = []
-    for i, seed in enumerate(SHORT.seeds):
-        found += [
-            record("simclr", 1, seed, 0.72 + 0.01 * i),
-            record("simclr", 27, seed, 0.68 + 0.01 * i),
-            record("d-simclr-ours", 27, seed, 0.72 + 0.01 * i),
-            record("d-simclr-literal", 27, seed, 0.66 + 0.01 * i, gpu_seconds=90.0, peak_gpu_memory_mb=2400),
-        ]
-    return found
+def test_the_page_begins_with_a_summary() -> None:
+    text = page([*runs(), record("moco", 27, 2, 0.5, scale=SHORT.of_length(777))])
+    top = text.split("## How to read this")[0]
+    assert "| claim | theory | `short` | `short`, cut to 777 steps | `paper` |" in top
+    assert "| Theorem 1: the naive policy (Algorithm 2) never lowers p_d on the ETF | does not hold |  |  |  |" in top
+    assert "| Bias harms: ×27 lowers the linear probe of plain MoCo v2 and SimCLR |  | holds so far\\* | – | – |" in top
+    assert "the lower end of the interval 80 % |  | holds\\* |  |  |" in top  # a goal of one length alone
+    for title in ("Claims of the paper", "What our form adds", "Our own goals", "Beside the paper's own figures"):
+        assert f"| **{title}** |" in top
 
 
-def test_evidence_is_found_by_config_whatever_the_seed() -> None:
-    evidence = Evidence(runs(), SHORT)
-    assert list(evidence.figures("simclr", Data(27.0), "probe")) == list(SHORT.seeds)
-    gap = evidence.gap("d-simclr-ours", Data(27.0), "probe")
-    assert gap is not None
-    assert (gap.share, gap.n) == (pytest.approx(1.0), 3)
-    assert evidence.gap("simclr", Data(27.0), "probe") is None
-    assert evidence.runs("d-simclr-ours", Data(27.0, mode="subset")) == []
-    judged = {claim.text: claim.judge(evidence).verdict for claim in (*claims.PAPER, *claims.OURS)}
-    assert judged["Bias harms: ×27 lowers the linear probe of plain MoCo v2 and SimCLR"].startswith("holds (not yet")
-    literal = judged["D-SimCLR (literal) is above SimCLR at every bias, linear probe"]
-    assert literal == "does not hold (not yet measured: ×1, ×3, ×9)"
-    assert judged["D-SimCLR (ours) recovers 95 % of both gaps at ×27"] == "holds; fewer than 5 seeds"
-    assert judged["D-SimCLR costs 1.9 times SimCLR's time and 1.2 times its memory"] == "holds"
-    assert judged["D-MoCo costs a quarter more time than MoCo v2 and no memory"] == "not yet measured"
-
-
-def test_scores_are_compared_early_and_at_the_end() -> None:
-    one = record("d-moco-gaussian0.1", 27, SHORT.seeds[0], 0.5)
-    one.values["metrics"].update(
-        step=[500, 1000, 4900, 5000], memory_entropy=[0.1, 0.3, 0.6, 0.7], knn=[None, 0.4, None, 0.8]
+def test_only_runs_that_are_shown_are_counted() -> None:
+    old = record("d-simclr-ours", 27, 2, 0.5)
+    orphan = store.Record(old.path, old.values, dataclasses.replace(old.config, memory_size=1000), "0")
+    assert "12 runs on G, torch 2, commit 0123456. Measured" in page(runs())
+    assert "12 runs on G, torch 2, commit 0123456; 1 more, of settings that no row has any more," in page(
+        [*runs(), orphan]
     )
-    text = page([one]).split("### ablation")[1].split("###")[0]
-    assert "from step 1,000 on" in text
-    assert "score gaussian:0.1 | 40.0 (1) | 30.0 (1) | – | 80.0 (1) | 70.0 (1) | – |" in text
-    assert "quadratic" not in text.split("a fifth of the way")[1]
-    assert "a fifth" not in page([record("simclr", 27, SHORT.seeds[0], 0.5)])
+
+
+def section(text: str, title: str) -> str:
+    return text.split(f"### {title}")[1].split("\n###")[0]
+
+
+def test_controls_stand_beside_the_plain_rows_and_ours() -> None:
+    text = section(page([*runs(), record("simclr-fifo", 27, 2, 0.5)]), "framework and controls")
+    rows = re.findall(r"^\| ([^|]+) \| (×\d+) \|", text, flags=re.MULTILINE)
+    assert rows == [
+        ("SimCLR", "×1"), ("SimCLR", "×27"), ("D-SimCLR, ours", "×27"), ("SimCLR with a FIFO memory of 512", "×27"),
+    ]  # fmt: skip
+    assert "| SimCLR with a FIFO memory of 512 | ×27 | 50.00 (1) |" in text
+    only = section(page([record("simclr", 27, 2, 0.5)]), "ablation")
+    assert "Not run. `duel reproduce ablation --scale short` runs it." in only
+
+
+def test_what_was_not_run_is_counted_or_listed() -> None:
+    assert re.search(r"Not run: \d+ of \d+ \(`duel reproduce rivals", section(page(runs()), "rivals"))
+    scale = SHORT.of_length(777)
+    free = [record(row, bias, 2, 0.5, scale=scale) for row, bias in (("simsiam", 1), ("simsiam", 27), ("byol", 1))]
+    assert "Not run: BYOL ×27." in section(page(free).split("cut to 777 steps:")[1], "negative-free")
+
+
+def test_the_ablation_shows_the_paper_s_figures() -> None:
+    found = [record(f"d-{m}", 27, 2, 0.5) for m in ("moco-quadratic", "simclr-gaussian1", "moco-exponential0.05")]
+    text = section(page([*found, record("simclr", 1, 2, 0.6)]), "ablation")
+    assert "| SimCLR | ×1 | 60.00 (1) | 63.34 |" in text  # to compare with
+    assert "D-MoCo, literal but score quadratic | ×27 | 50.00 (1) | 57.32 |" in text
+    assert "D-SimCLR, literal but score gaussian:1 | ×27 | 50.00 (1) | failed |" in text
+    assert "D-MoCo, literal but score exponential:0.05 | ×27 | 50.00 (1) | – |" in text
+
+
+def test_scores_are_compared_over_the_first_steps() -> None:
+    course = {
+        "step": [100, 200, 300, 1000, 4900, 5000],
+        "memory_entropy": [0.1, 0.15, 0.2, 0.3, 0.6, 0.7],
+        "knn": [None, None, None, 0.4, None, 0.8],
+    }
+    text = section(page([record("d-moco-gaussian0.1", 27, 2, 0.5, metrics=course)]), "ablation")
+    words = "entropy of memory, "
+    steps = " | ".join(words + when for when in ("step 100", "step 300", "step 1,000", "end"))
+    assert f"| row | k-NN, step 1,000 | k-NN, end | {steps} |" in text
+    assert "score gaussian:0.1 | 40.0 (1) | 80.0 (1) | 10.0 (1) | 20.0 (1) | 30.0 (1) | 70.0 (1) |" in text
+    assert "quadratic" not in text.split("Early and")[1]
+    late = course | {"step": [50 * (i + 1) for i in range(6)]}  # as digits log: nothing at 4 and 12 of 200 steps
+    digits = record("d-moco-gaussian0.1", 27, 0, 0.5, scale=SCALES["digits"], metrics=late)
+    assert "entropy of memory, step 50 | entropy of memory, end |" in section(page([digits]), "ablation")
+    assert "Early and" not in page([record("simclr", 27, 2, 0.5)])
+
+
+def test_a_memory_with_a_slot_for_every_image_is_told() -> None:
+    def on(images: int) -> str:
+        data = Data(27.0, mode="subset")
+        config = record("d-simclr-ours", data, 2, 0.5).config
+        epochs = [step * config.stream_items / images for step in (1000, 2000)]
+        return section(page([record("d-simclr-ours", data, 2, 0.5, metrics={"epoch": epochs})]), "subset")
+
+    told = "nothing is selected: D-SimCLR, ours ×27 subset (6,665 images)."
+    assert told in on(6665)
+    assert "nothing is selected" not in on(40_000)
 
 
 def test_seeds_that_the_settings_were_chosen_on_are_no_evidence() -> None:
@@ -142,31 +164,6 @@ def test_seeds_that_the_settings_were_chosen_on_are_no_evidence() -> None:
     assert "99.00" not in main
     none = dataclasses.replace(SHORT, tuned_on=())
     assert len(Evidence(records, none, tuning=True).runs("d-simclr-ours", Data(27.0))) == len(SHORT.seeds) + 1
-
-
-# The page -----------------------------------------------------------------------------------------------------
-
-
-def test_the_page_shows_ours_beside_the_paper_s() -> None:
-    text = page([*runs(), record("moco", 27, 2, 0.5, steps=777)])
-    assert "| SimCLR | 73.00 ± 1.00 (3); paper 63.34 | not run; paper 61.19 |" in text
-    assert "| D-SimCLR, ours | – | – | 100 [100, 100] (3) |" in text
-    assert "cut to 777 steps" in text
-    assert "Scale `paper`: recipe `paper` on cifar10, 40,000 steps\n\nNot run." in text
-    assert "smoke" not in text.split("## Scale", 1)[1]
-    assert page(reversed(runs())) == page(runs())
-
-
-def test_the_paper_s_recipe_is_held_against_the_paper() -> None:
-    near, far = record("moco", 9, 0, 0.50), record("moco", 27, 0, 0.60)
-    found = []
-    for one in (near, far, record("d-moco-ours", 27, 0, 0.61)):
-        planned = plan_run(ROWS[one.values["row"]], Data(one.config.bias), SCALES["paper"], 0, {})
-        found.append(store.Record(Path(), {**one.values, "scale": "paper"}, planned.config, planned.hash))
-    text = page(found)
-    assert "Our plain MoCo v2 is within 3 points of the paper's, linear probe | **holds only when ×9** |" in text
-    assert "D-MoCo v2 (ours) is above the paper's D-row at ×9 and ×27 | **holds** | ×27 +8.94 |" in text
-    assert "Our plain SimCLR is within 3 points of the paper's, linear probe | **not yet measured** | no runs |" in text
 
 
 def test_the_page_shows_the_figures_that_there_are(tmp_path: Path) -> None:
@@ -192,7 +189,11 @@ def test_the_paper_s_figures_add_up() -> None:
     assert paper.figure("top1", "simsiam", 27.0) == 20.11
     assert paper.figure("probe", "simsiam", 1.0) is None
     assert paper.figure("probe", None, 1.0) is None
-    assert [(t, r, b) for t, r, b, *_ in paper.below_plain()] == [("probe", "simclr", 9.0), ("top10", "simclr", 9.0)]
+    assert paper.recovered("moco") == pytest.approx(9.89 / 12.08)
+    below = [(table, row, bias, other) for table, row, bias, other, *_ in paper.below_previous()]
+    own = [("probe", "d-simclr", 9.0, "simclr"), ("top10", "d-simclr", 9.0, "simclr")]
+    assert [found for found in below if found[1] == f"d-{found[3]}"] == own
+    assert [found for found in below if found[0] == "top1"] == [("top1", "d-moco", b, "simclr") for b in (1.0, 3.0)]
 
 
 # Figures ------------------------------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ def test_everything_at_smoke_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert cli.main(["reproduce", "all", "--scale", "smoke", "--device", "cpu"]) == 0
     text = Path("runs/smoke/docs/results.md").read_text().split("Scale `smoke`")[1]
     assert "not run" not in text.lower()
-    assert "not yet measured" not in re.sub(r"\| [^|]*(costs|recovers)[^\n]*", "", text)
+    assert "not yet measured" not in re.sub(r"\| [^|]*(costs|recover)[^\n]*", "", text)
     assert len(store.load([Path("runs/smoke/results")])) == len(list(Path("runs/smoke/results/runs").iterdir()))
 
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
@@ -31,8 +32,8 @@ def test_the_simplex_etf_is_one(classes: int) -> None:
     rows = theory.simplex_etf(classes, classes + 2)
     gram = rows @ rows.T
     expected = torch.full_like(gram, -1 / (classes - 1)).fill_diagonal_(1)
-    assert torch.allclose(gram, expected, atol=1e-12)
-    assert torch.allclose(rows.sum(0), torch.zeros(classes + 2, dtype=torch.float64), atol=1e-12)
+    assert torch.allclose(gram, expected, rtol=0, atol=1e-12)
+    assert torch.allclose(rows.sum(0), torch.zeros(classes + 2, dtype=torch.float64), rtol=0, atol=1e-12)
     assert theory.etf_distance(rows, centre=False) < 1e-12
     assert theory.etf_distance(rows.roll(1, 1) + 0.1, centre=False) > 1e-3
 
@@ -47,12 +48,14 @@ def test_too_few_dimensions_are_told() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 40), st.integers(0, 10**6), st.floats(0.05, 2.0))
+@example(300, 0, 0.05)
 def test_the_closed_form_is_the_gradient(classes: int, seed: int, temperature: float) -> None:
     weights = random_weights(classes, seed)
     vectors = theory.simplex_etf(classes)
     for own in {0, classes - 1}:
         found = gradient(theory.class_loss, vectors[own], vectors, weights, own, temperature=temperature)
-        assert torch.allclose(found, theory.closed_form_gradient(weights, own, temperature=temperature), atol=1e-10)
+        closed = theory.closed_form_gradient(weights, own, temperature=temperature)
+        assert torch.allclose(found, closed, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("bias", [1.0, 3.0, 9.0, 27.0])
@@ -110,6 +113,41 @@ def test_free_vectors_drift_towards_the_opposite_of_the_dominant_one() -> None:
     assert theory.etf_distance(path[-1], centre=False) > 0.2
 
 
+@pytest.mark.parametrize("negatives", [1, 4])
+def test_they_drift_under_equation_2_as_well(negatives: int) -> None:
+    """And further than under Observation 1's loss, which has all items of a class as positives."""
+    loss = functools.partial(theory.single_positive_loss, negatives=negatives)
+    balanced = theory.drift(theory.dominant(3, 1), steps=50, loss=loss)
+    assert theory.etf_distance(balanced[-1], centre=False) < 1e-9
+    paths = [theory.drift(theory.dominant(3, 9), steps=50, loss=kind) for kind in (loss, theory.class_loss)]
+    equation2, observation1 = (path[:, 1:] @ -path[:, :1].transpose(1, 2) for path in paths)
+    assert equation2[0].mean() == pytest.approx(1 / 2)
+    assert (equation2.diff(dim=0) > 0).all()
+    assert equation2[-1].mean() > observation1[-1].mean() > 0.8
+
+
+def test_several_vectors_at_once_have_each_its_own_loss() -> None:
+    vectors, weights = theory.simplex_etf(4), random_weights(4, 0)
+    classes = torch.tensor([2, 0, 3])
+    for loss in (theory.class_loss, functools.partial(theory.single_positive_loss, negatives=3)):
+        each = torch.stack([loss(vectors[c] + 0.1, vectors, weights, int(c)) for c in classes])
+        assert torch.allclose(loss(vectors[classes] + 0.1, vectors, weights, classes), each, rtol=0, atol=1e-12)
+
+
+# What the policy evicts ---------------------------------------------------------------------------------------
+
+
+def test_only_a_sharp_score_finds_the_dense_region() -> None:
+    crowd = theory.crowded_circle()
+    neighbours = (crowd.memory @ crowd.memory.T > 0.97).sum(1)  # within 14 degrees
+    assert set(neighbours[crowd.dense].tolist()) == {6}
+    assert neighbours[~crowd.dense].max() <= 3
+    assert not (theory.evicted(crowd, "linear") & crowd.dense).any()
+    sharp = theory.evicted(crowd, "exponential:0.05")
+    assert int(sharp.sum()) == len(crowd.newcomers)
+    assert crowd.dense[sharp].all()
+
+
 # Theorem 1 ----------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +195,34 @@ def test_a_threshold_on_probability_is_one_on_cosine(score: str, probability: fl
     assert torch.equal((h(cosines) >= probability)[clear], (cosines >= at)[clear])
     if 0 < probability < 1:
         assert float(h(torch.tensor(at, dtype=torch.float64))) == pytest.approx(probability, abs=1e-9)
+
+
+def flat(x: Tensor) -> Tensor:
+    return 0.5 + x.sign() * (x.abs() - 0.25).clamp(min=0) / 1.5
+
+
+def jump(x: Tensor) -> Tensor:
+    return (x > 0).to(x.dtype)
+
+
+def closed_jump(x: Tensor) -> Tensor:
+    return (x >= 0).to(x.dtype)
+
+
+def test_a_flat_score_has_a_threshold_but_no_unique_cosine() -> None:
+    cosines = torch.linspace(-1, 1, 801, dtype=torch.float64)
+    assert theory.threshold(flat, 0.5) == -0.25
+    assert theory.separates(flat, 0.5, -0.25, cosines)
+    assert not theory.separates(flat, 0.5, 0.25, cosines)
+    assert int((flat(cosines) == 0.5).sum()) == 201
+
+
+def test_a_score_that_jumps_has_a_threshold_only_if_it_takes_the_upper_value() -> None:
+    above = theory.threshold(jump, 0.5)
+    near = torch.tensor([-above, 0.0, above / 2, above], dtype=torch.float64)
+    assert not any(theory.separates(jump, 0.5, x, near) for x in near.tolist() if x != above / 2)
+    assert theory.threshold(closed_jump, 0.5) == 0
+    assert theory.separates(closed_jump, 0.5, 0.0, near)
 
 
 def test_a_probability_outside_0_1_is_refused() -> None:

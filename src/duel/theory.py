@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +21,18 @@ from .replacement import Admit, replace
 
 __all__ = [
     "Counterexample",
+    "Crowd",
     "always_is_safe",
     "class_loss",
     "closed_form_gradient",
+    "crowded_circle",
     "diversity",
     "diversity_change",
     "dominant",
     "drift",
     "etf_distance",
+    "evicted",
+    "separates",
     "simplex_etf",
     "single_positive_loss",
     "smallest_counterexample",
@@ -90,41 +94,78 @@ def closed_form_gradient(weights: Tensor, own: int, *, temperature: float = 1.0)
 
 
 def single_positive_loss(
-    z: Tensor, vectors: Tensor, weights: Tensor, own: int, *, negatives: int, temperature: float = 1.0
+    z: Tensor, vectors: Tensor, weights: Tensor, own: int | Tensor, *, negatives: int, temperature: float = 1.0
 ) -> Tensor:
-    """Equation 2 for one vector z (d,): one positive, `negatives` i.i.d. from the classes, the exact expectation.
+    """Equation 2, of a vector z (d,) of class `own`, or of n of them: (n, d), (n,).
 
-    Its gradient on the ETF has the direction of Observation 1's and another length.
+    One positive, `negatives` i.i.d. from the classes, the exact expectation. Its gradient on the ETF has the direction
+    of Observation 1's and another length.
     """
-    logits = (vectors @ z - vectors[own] @ z) / temperature
-    total = torch.zeros((), dtype=z.dtype)
-    for drawn in itertools.combinations_with_replacement(range(len(weights)), negatives):
-        counts = torch.bincount(torch.tensor(drawn), minlength=len(weights)).to(z.dtype)
-        ways = math.factorial(negatives) / math.prod(math.factorial(int(n)) for n in counts)
-        chance = ways * torch.prod(weights**counts)
-        total = total + chance * torch.log1p((counts * logits.exp()).sum())
-    return total
+    logits = z @ vectors.T / temperature
+    positive = logits.gather(-1, torch.as_tensor(own).unsqueeze(-1))
+    draws = itertools.combinations_with_replacement(range(len(weights)), negatives)
+    counts = torch.stack([torch.bincount(torch.tensor(drawn), minlength=len(weights)) for drawn in draws]).to(z.dtype)
+    ways = math.factorial(negatives) / torch.lgamma(counts + 1).sum(1).exp()
+    chances = ways * torch.prod(weights**counts, 1)  # of each multiset of classes
+    return torch.log1p((logits - positive).exp() @ counts.T) @ chances
 
 
 def drift(
-    weights: Tensor, *, start: Tensor | None = None, steps: int = 400, lr: float = 0.2, temperature: float = 1.0
+    weights: Tensor,
+    *,
+    start: Tensor | None = None,
+    steps: int = 400,
+    lr: float = 0.2,
+    temperature: float = 1.0,
+    loss: Callable[..., Tensor] = class_loss,
 ) -> Tensor:
-    """Free class vectors under Observation 1's loss, every class weighted by its share: positions (steps + 1, C, d).
+    """Free class vectors under a biased loss, every class weighted by its share: positions (steps + 1, C, d).
 
     Gradient descent on the sphere, from the simplex ETF unless `start` (C, d) is given. A vector's step is divided by
-    its class's share, so that rare classes move as fast as they do per item.
+    its class's share, so that rare classes move as fast as they do per item. loss: Observation 1's, or Equation 2's as
+    `functools.partial(single_positive_loss, negatives=2)`.
     """
     vectors = (simplex_etf(len(weights)) if start is None else start).clone()
     path = [vectors]
     for _ in range(steps):
         free = vectors.clone().requires_grad_()
-        losses = class_loss(free, free, weights, torch.arange(len(weights)), temperature=temperature)
+        losses = loss(free, free, weights, torch.arange(len(weights)), temperature=temperature)
         (losses @ weights).backward()  # type: ignore[no-untyped-call]
         if free.grad is None:
             raise RuntimeError("no gradient reached the class vectors")
         vectors = normalize(vectors - lr * free.grad / weights[:, None], dim=1)
         path.append(vectors)
     return torch.stack(path)
+
+
+# What the policy evicts -----------------------------------------------------------------------------------------
+
+
+class Crowd(NamedTuple):
+    """A memory on the circle (K, 2), which of its items form the dense region (K,), and newcomers (B, 2)."""
+
+    memory: Tensor
+    dense: Tensor
+    newcomers: Tensor
+
+
+def crowded_circle() -> Crowd:
+    """The example of figure-mcp: a common kind that is spread out, a dense region of six items, and three alone."""
+    spread, dense, lone = torch.linspace(10, 150, 15), torch.linspace(264, 276, 6), torch.tensor([185.0, 215.0, 320.0])
+    inside = torch.tensor([False] * len(spread) + [True] * len(dense) + [False] * len(lone))
+    return Crowd(_circle(torch.cat([spread, dense, lone])), inside, _circle(torch.tensor([345.0, 170.0, 235.0])))
+
+
+def _circle(degrees: Tensor) -> Tensor:
+    angle = degrees.double() * math.pi / 180
+    return normalize(torch.stack([angle.cos(), angle.sin()], 1), dim=1)
+
+
+def evicted(crowd: Crowd, score: Any) -> Tensor:
+    """Which items of the memory the newcomers replace (Algorithm 2): bool (K,)."""
+    gone = torch.zeros(len(crowd.memory), dtype=torch.bool)
+    gone[replace(crowd.memory, crowd.newcomers, score=score).slots] = True
+    return gone
 
 
 # Theorem 1 ------------------------------------------------------------------------------------------------------
@@ -209,7 +250,11 @@ def _random_pools(etf: bool, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def threshold(score: Any, probability: float) -> float:
-    """The cosine α* with h(x) ≥ probability ⇔ x ≥ α*; unique where h is continuous and strictly increasing."""
+    """The cosine α* with h(x) ≥ probability ⇔ x ≥ α*: the end of the cosines for which h is high enough.
+
+    Every score has it that takes the upper value where it jumps (`separates` tells). Only where h is continuous and
+    strictly increasing is it the one cosine with h(α*) = probability.
+    """
     if not 0 <= probability <= 1:
         raise UserError(f"probability must lie in [0, 1], got {probability}")
     h = scores.get(score)
@@ -223,3 +268,8 @@ def threshold(score: Any, probability: float) -> float:
         else:
             low = middle
     return high
+
+
+def separates(score: Any, probability: float, at: float, cosines: Tensor) -> bool:
+    """Whether h(x) ≥ probability ⇔ x ≥ at for these cosines: what Theorem 2 says of α*."""
+    return torch.equal(scores.get(score)(cosines) >= probability, cosines >= at)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from .fingerprint import fingerprint
-from .plan import SCALES, Data, Scale, plan_run
+from .plan import DRAWN, GRIDS, SCALES, TUNING, Data, Scale, plan_run
 from .rows import ROWS
-from .stats import Recovered, Summary, gap_recovered, paired_difference, summary
+from .stats import Recovered, Summary, gap_recovered, summary
 from .store import Record
 
 MEASURES: Mapping[str, str] = {
@@ -20,7 +20,9 @@ MEASURES: Mapping[str, str] = {
     "top10_test_to_test": "Top-10, test to test",
     "few_shot": "nearest centroid, 5 shots",
 }
-BALANCED = Data()
+BALANCED, WORST = DRAWN[0], DRAWN[-1]
+EARLY = (0.02, 0.06, 0.2)
+"""Shares of the training at which its beginning is looked at: 100, 300 and 1,000 of 5,000 steps."""
 
 
 class Evidence:
@@ -60,10 +62,13 @@ class Evidence:
     def summary(self, row: str, data: Data, measure: str) -> Summary | None:
         return summary(list(self.figures(row, data, measure).values()))
 
+    def gains(self, row: str, data: Data, measure: str) -> dict[int, float]:
+        """Seed -> difference to the plain row on the same data, in points."""
+        ours, plain = (self.figures(name, data, measure) for name in (row, ROWS[row].plain))
+        return {seed: ours[seed] - plain[seed] for seed in ours if seed in plain}
+
     def gain(self, row: str, data: Data, measure: str) -> Summary | None:
-        """Paired difference to the plain row on the same data, in points."""
-        plain = ROWS[row].plain
-        return paired_difference(self.figures(row, data, measure), self.figures(plain, data, measure))
+        return summary(list(self.gains(row, data, measure).values()))
 
     def gap(self, row: str, data: Data, measure: str) -> Recovered | None:
         """Share of the plain row's loss against balanced data that the row makes good."""
@@ -78,18 +83,42 @@ class Evidence:
         values = [value for record in self.runs(row, data) if (value := record.budget(name)) is not None]
         return sum(values) / len(values) if values else None
 
-    def last(self, row: str, data: Data, metric: str) -> Summary | None:
-        """A metric at the end of training."""
-        ends = [values[-1] for record in self.runs(row, data) if (values := record.over_time(metric)[1])]
-        return summary(ends)
+    def last(self, row: str, data: Data, metric: str) -> dict[int, float]:
+        """Seed -> a metric at the end of training."""
+        over_time = {record.seed: record.over_time(metric)[1] for record in self.runs(row, data)}
+        return {seed: values[-1] for seed, values in over_time.items() if values}
 
-    def early(self, row: str, data: Data, metric: str, share: float) -> Summary | None:
-        """A metric as it was logged first after this share of the training."""
-        found = []
+    def logged(self, row: str, data: Data, metric: str, step: int) -> dict[int, float]:
+        """Seed -> a metric as it was logged at this step."""
+        over_time = {record.seed: dict(zip(*record.over_time(metric), strict=True)) for record in self.runs(row, data)}
+        return {seed: values[step] for seed, values in over_time.items() if step in values}
+
+    def early_steps(self, rows: Sequence[str], data: Data) -> list[int]:
+        """The steps at which these rows first logged something after each share of EARLY."""
+        logged = {step for row in rows for run in self.runs(row, data) for step in run.values["metrics"]["step"]}
+        marks = [round(share * (self.steps or 0)) for share in EARLY]
+        later = [[step for step in logged if step >= mark] for mark in marks]
+        return sorted({min(steps) for steps in later if steps})
+
+    def images(self, row: str, data: Data) -> int | None:
+        """How many images the stream is made of: what it brought, over how often it brought all."""
         for record in self.runs(row, data):
-            logged = zip(*record.over_time(metric), strict=True)
-            found += [value for step, value in logged if step >= share * (self.steps or 0)][:1]
-        return summary(found)
+            steps, epochs = record.over_time("epoch")
+            if epochs and epochs[-1] > 0:
+                return round(steps[-1] * record.config.stream_items / epochs[-1])
+        return None
+
+
+def shown(evidence: Evidence, tuning: Evidence) -> list[Record]:
+    """The runs that some row has; a run of settings that have changed since has none."""
+    found = {
+        record.hash: record
+        for name, grid in GRIDS.items()
+        for row in grid.rows
+        for data in (*grid.data, *([BALANCED] if row in grid.balanced else []))
+        for record in (tuning if name == TUNING else evidence).runs(row, data)
+    }
+    return list(found.values())
 
 
 def lengths(records: Iterable[Record], scale: str) -> list[int | None]:

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import normalize
 
 from .. import scores, theory
 from ..errors import UserError, suggest
-from ..replacement import expected_duplicates, replace
+from ..replacement import expected_duplicates
 from .command import FIGURES
 from .evidence import Evidence
 from .paper import BIASES
@@ -100,23 +98,16 @@ def _figure1(plt: Any) -> Any:
     return figure
 
 
-def _circle(degrees: Tensor) -> Tensor:
-    angle = degrees.double() * math.pi / 180
-    return normalize(torch.stack([angle.cos(), angle.sin()], 1), dim=1)
-
-
 def _figure_mcp(plt: Any) -> Any:
     """What two scores evict, on the circle, from a memory with a common kind that is spread out and a dense region.
 
     The linear score takes what is nearest to the memory's mean, dense or not; a sharp one finds the dense region.
     """
-    spread, dense, lone = torch.linspace(10, 150, 15), torch.linspace(264, 276, 6), torch.tensor([185.0, 215.0, 320.0])
-    memory, newcomers = _circle(torch.cat([spread, dense, lone])), _circle(torch.tensor([345.0, 170.0, 235.0]))
+    crowd = theory.crowded_circle()
+    memory, newcomers = crowd.memory, crowd.newcomers
     figure, panels = plt.subplots(1, 2, figsize=(7.2, 3.4))
     for panel, score in zip(panels, ("linear", "exponential:0.05"), strict=True):
-        slots = replace(memory, newcomers, score=score).slots
-        evicted = torch.zeros(len(memory), dtype=torch.bool)
-        evicted[slots[slots >= 0]] = True
+        evicted = theory.evicted(crowd, score)
         duplicates = expected_duplicates(memory, score)
         dots = panel.scatter(*memory.T, c=duplicates, cmap="cividis", s=70, zorder=2)
         panel.scatter(*(1.13 * memory[evicted]).T, marker="x", color=RED, s=45, label="evicted", zorder=3)

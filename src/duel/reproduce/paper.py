@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 BIASES = (1.0, 3.0, 9.0, 27.0)
@@ -47,15 +48,29 @@ RESOURCES: Mapping[str, tuple[float, int]] = {
 """Row -> hours of training, MB of GPU memory."""
 
 
-def below_plain() -> list[tuple[str, str, float, float, float]]:
-    """Where the paper's own tables have a D-row below its plain row: (table, row, bias, D, plain)."""
+def below_previous() -> list[tuple[str, str, float, str, float, float]]:
+    """Where the paper's own tables have a D-row below a previous framework: (table, D-row, bias, other, D, other)."""
     return [
-        (name, row, bias, table[f"d-{row}"][i], table[row][i])
+        (name, row, bias, other, table[row][i], table[other][i])
         for name, table in TABLES.items()
-        for row in ("moco", "simclr")
+        for row in ("d-moco", "d-simclr")
+        for other in table
+        if not other.startswith("d-")
         for i, bias in enumerate(BIASES)
-        if table[f"d-{row}"][i] < table[row][i]
+        if table[row][i] < table[other][i]
     ]
+
+
+def recovered(row: str) -> float:
+    """Share of the probe's gap at the largest bias that the D-row of `row` makes good in the paper."""
+    plain, d = PROBE[row], PROBE[f"d-{row}"]
+    return (d[-1] - plain[-1]) / (plain[0] - plain[-1])
+
+
+def score_figure(row: str, score: str) -> str:
+    """The paper's linear probe of a D-row with a score at the largest bias, as its table has it."""
+    found = SCORES[row].get(score, math.nan)
+    return "failed" if found is None else "–" if math.isnan(found) else f"{found:.2f}"
 
 
 def figure(table: str, row: str | None, bias: float) -> float | None:

@@ -1,0 +1,194 @@
+"""The tables of the page, as Markdown, each from the evidence of one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .evidence import BALANCED, WORST, Evidence
+from .paper import RESOURCES, figure, score_figure
+from .paper import SCORES as PAPER_SCORES
+from .plan import DRAWN, GRIDS, Data
+from .rows import ROWS
+from .stats import Summary, summary
+from .verdicts import share
+
+NOT_RUN = "not run"
+NONE = "–"
+_PAPER_TABLE = {"probe": "probe", "top1_test_to_test": "top1", "top10_test_to_test": "top10"}
+_FEW = 4
+
+
+def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+def by_bias(evidence: Evidence, grid: str, measure: str) -> str:
+    """A row a method, a column a bias, the paper's figure beside, and the budget."""
+    heads = ["row", *(words(data) for data in DRAWN), "steps", "images encoded", "GPU-s"]
+    lines = []
+    for name in GRIDS[grid].rows:
+        cells = []
+        for data in DRAWN:
+            table = _PAPER_TABLE.get(measure)
+            theirs = figure(table, ROWS[name].paper, data.bias) if table else None
+            known = "" if theirs is None or evidence.scale.data != "cifar10" else f"; paper {theirs:.2f}"
+            cells.append(_mean(evidence.summary(name, data, measure)) + known)
+        lines.append((ROWS[name].label, *cells, *_budget(evidence, name, DRAWN)))
+    return markdown(heads, lines)
+
+
+def gaps(evidence: Evidence) -> str:
+    biased = [data for data in DRAWN if data != BALANCED]
+    heads = ["row", *(f"{what} {words(data)}" for what in ("probe", "Top-1") for data in biased)]
+    lines = []
+    for name in GRIDS["table2"].rows:
+        if ROWS[name].plain != name:
+            cells = [
+                _gap(evidence, name, data, measure) for measure in ("probe", "top1_test_to_train") for data in biased
+            ]
+            lines.append((ROWS[name].label, *cells))
+    return markdown(heads, lines)
+
+
+def resources(evidence: Evidence) -> str:
+    heads = ("row", "GPU-s per 1,000 steps", "peak GPU memory (MB)", "images encoded per step", "paper: h", "paper: MB")
+    lines = []
+    for name in GRIDS["resources"].rows:
+        wanted = ("gpu_seconds", "peak_gpu_memory_mb", "images_encoded", "steps")
+        seconds, memory, images, steps = (evidence.budget(name, WORST, what) for what in wanted)
+        paper = RESOURCES.get(ROWS[name].paper or "")
+        lines.append(
+            (
+                ROWS[name].label,
+                NOT_RUN if steps is None else "CPU" if seconds is None else f"{1000 * seconds / steps:.1f}",
+                NONE if memory is None else f"{memory:,.0f}",
+                NONE if images is None or steps is None else f"{images / steps:.0f}",
+                NONE if paper is None else f"{paper[0]:.1f}",
+                NONE if paper is None else f"{paper[1]:,}",
+            )
+        )
+    return markdown(heads, lines)
+
+
+def listing(evidence: Evidence, grids: Sequence[str], scale: str) -> str:
+    """A line for each row and kind of data that has been run, plain rows and balanced data first."""
+    beside = ("paper: probe, CIFAR-10",) if "ablation" in grids else ()
+    heads = ("row", "data", "probe", *beside, "Top-1, test to train", "5-shot", "gap: probe", "gap: Top-1",
+             "entropy of memory", "steps", "images encoded", "GPU-s")  # fmt: skip
+    wanted = {(row, data) for grid in grids for row in GRIDS[grid].rows for data in GRIDS[grid].data}
+    if not any(evidence.runs(*pair) for pair in wanted):
+        commands = " and ".join(f"`duel reproduce {grid} --scale {scale}`" for grid in grids)
+        return f"Not run. {commands} run{'s' * (len(grids) == 1)} it."
+    pairs: dict[str, tuple[str, Data]] = {}
+    for pair in _pairs(grids):
+        pairs.setdefault(evidence.hash(*pair), pair)  # a small scale cuts some settings to the same
+    run = [pair for pair in pairs.values() if evidence.runs(*pair)]
+    lines = []
+    for name, data in run:
+        entropy = summary(list(evidence.last(name, data, "memory_entropy").values()))
+        rates = [_mean(evidence.summary(name, data, m)) for m in ("probe", "top1_test_to_train", "few_shot")]
+        if beside:
+            rates.insert(1, _paper_probe(name, data))
+        lines.append(
+            (
+                ROWS[name].label,
+                words(data),
+                *rates,
+                *(_gap(evidence, name, data, m) for m in ("probe", "top1_test_to_train")),
+                NONE if entropy is None else f"{entropy.mean:.3f}",
+                *_budget(evidence, name, (data,)),
+            )
+        )
+    asked = [pair for pair in pairs.values() if pair in wanted]
+    missing = [pair for pair in asked if pair not in run]
+    notes = (_not_run(missing, len(asked), grids, scale), _nothing_to_select(evidence, run))
+    return "\n\n".join([markdown(heads, lines), *(note for note in notes if note)])
+
+
+def _pairs(grids: Sequence[str]) -> list[tuple[str, Data]]:
+    """By kind of data, then method: its plain row, also where only others are asked for, then the others."""
+    plains = dict.fromkeys(ROWS[row].plain for grid in grids for row in GRIDS[grid].rows)
+    kinds = dict.fromkeys([BALANCED, *(data for grid in grids for data in GRIDS[grid].data)])
+    found = []
+    for data in kinds:
+        for plain in plains:
+            rows = [row for grid in grids if data in GRIDS[grid].data for row in GRIDS[grid].rows]
+            found += [(row, data) for row in dict.fromkeys([plain, *rows]) if ROWS[row].plain == plain]
+    return found
+
+
+def _paper_probe(name: str, data: Data) -> str:
+    row = ROWS[name]
+    if row.method in PAPER_SCORES:
+        return score_figure(row.method, row.settings["score"])
+    theirs = figure("probe", row.paper, data.bias)
+    return NONE if theirs is None else f"{theirs:.2f}"
+
+
+def _not_run(missing: Sequence[tuple[str, Data]], of: int, grids: Sequence[str], scale: str) -> str:
+    if len(missing) > _FEW:
+        commands = ", ".join(f"`duel reproduce {grid} --scale {scale} --dry-run`" for grid in grids)
+        return f"Not run: {len(missing)} of {of} ({commands})."
+    return "Not run: " + "; ".join(f"{ROWS[row].label} {words(data)}" for row, data in missing) + "." if missing else ""
+
+
+def _nothing_to_select(evidence: Evidence, run: Sequence[tuple[str, Data]]) -> str:
+    """Which of these rows had a memory with a slot for each image."""
+    found = []
+    for name, data in run:
+        config, images = evidence.runs(name, data)[0].config, evidence.images(name, data)
+        if config.source == "memory" and images is not None and config.memory_size >= images:
+            found.append(f"{ROWS[name].label} {words(data)} ({images:,} images)")
+    return f"A slot for every image, so that nothing is selected: {'; '.join(found)}." if found else ""
+
+
+def course(evidence: Evidence, grid: str) -> str:
+    """Whether scores differ when training has just begun, as the paper suspects; a column for what was logged."""
+    rows = [row for row, data in _pairs((grid,)) if data == WORST]
+    metrics = {"knn": "k-NN", "memory_entropy": "entropy of memory", "memory_largest": "its largest class"}
+    columns = []
+    for metric, word in metrics.items():
+        for step in evidence.early_steps(rows, WORST):
+            cells = [_hundredths(evidence.logged(row, WORST, metric, step)) for row in rows]
+            columns.append((f"{word}, step {step:,}", *cells))
+        columns.append((f"{word}, end", *(_hundredths(evidence.last(row, WORST, metric)) for row in rows)))
+    kept = [column for column in columns if any(cell != NONE for cell in column[1:])]
+    heads, *lines = zip(("row", *(ROWS[row].label for row in rows)), *kept, strict=True)
+    return "Early and at the end, in per cent:\n\n" + markdown(
+        heads, [line for line in lines if any(cell != NONE for cell in line[1:])]
+    )
+
+
+def _hundredths(values: dict[int, float]) -> str:
+    return f"{100 * sum(values.values()) / len(values):.1f} ({len(values)})" if values else NONE
+
+
+def _budget(evidence: Evidence, row: str, data: Sequence[Data]) -> tuple[str, str, str]:
+    """Means over the kinds of data that have been run; they cost the same."""
+    cells = []
+    for what in ("steps", "images_encoded", "gpu_seconds"):
+        values = [value for kind in data if (value := evidence.budget(row, kind, what)) is not None]
+        cells.append(f"{sum(values) / len(values):,.0f}" if values else NONE)
+    return cells[0], cells[1], cells[2]
+
+
+def words(data: Data) -> str:
+    tail = {"longtail": "long tail "}.get(data.kind, "×") + f"{data.bias:g}"
+    return tail + (" subset" if data.mode == "subset" else "")
+
+
+def _mean(found: Summary | None) -> str:
+    if found is None:
+        return NOT_RUN
+    return f"{found.mean:.2f}" + (f" ± {found.std:.2f}" if found.std is not None else "") + f" ({found.n})"
+
+
+def _gap(evidence: Evidence, row: str, data: Data, measure: str) -> str:
+    """Share of the gap; – where there is nothing to compare, "no gap" where the plain row lost nothing."""
+    found = evidence.gap(row, data, measure)
+    if found is None:
+        plain = ROWS[row].plain
+        measured = evidence.gain(row, data, measure) and evidence.summary(plain, BALANCED, measure)
+        return "no gap" if measured and row != plain and data != BALANCED else NONE
+    return share(found)

@@ -1,0 +1,155 @@
+"""How a claim is judged: what is measured, which conditions pass, and what can be said then."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from .evidence import WORST, Evidence
+from .stats import Recovered, Summary
+
+Wanted = Literal["above", "not below", "beyond the spread", "apart"]
+Outcome = Literal[
+    "holds",
+    "holds so far",
+    "holds only when",
+    "holds except when",
+    "does not hold",
+    "not comparable",
+    "not yet measured",
+]
+SEEDS = 5
+"""That our own goals ask for."""
+
+Measured = TypeVar("Measured", Summary, Recovered)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is found, and why."""
+
+    outcome: Outcome
+    evidence: str
+    note: str = ""
+    """When, and what has not been run."""
+    incomplete: bool = False
+    """Part of what the claim needs has not been run, or with too few seeds."""
+
+    @property
+    def words(self) -> str:
+        return self.outcome + self.note
+
+    @property
+    def short(self) -> str:
+        """For a table of many: without the conditions, a star for an incomplete one."""
+        if self.outcome == "not yet measured":
+            return "–"
+        return self.outcome + " …" * self.outcome.endswith("when") + "\\*" * self.incomplete
+
+
+@dataclass(frozen=True)
+class Claim:
+    text: str
+    judge: Callable[[Evidence], Verdict]
+
+
+def clear(difference: Summary) -> bool:
+    """More than twice its standard error from zero; never for one seed."""
+    return difference.std is not None and abs(difference.mean) > 2 * difference.std / math.sqrt(difference.n)
+
+
+def weigh(differences: Mapping[str, Summary | None], wanted: Wanted = "above", *, at_least: float = 0.0) -> Verdict:
+    """A claim about every one of these paired differences (condition -> points).
+
+    above: clearly positive, and `at_least` so large in the mean. not below: none clearly negative. beyond the spread:
+    clearly positive, and by more than their own standard deviation. apart: clearly not zero. One seed cannot be clear:
+    its sign counts, and the verdict names it.
+    """
+
+    def passes(d: Summary) -> bool:
+        if wanted == "not below":
+            return not _beyond_zero(d, -1)
+        if wanted == "apart":
+            return _beyond_zero(d, 1) or _beyond_zero(d, -1)
+        if wanted == "beyond the spread" and d.std is not None and d.mean <= d.std:
+            return False
+        return _beyond_zero(d, 1) and d.mean >= at_least
+
+    found = conclude(differences, passes, points)
+    below = any(d is not None and _beyond_zero(d, -1) for d in differences.values())
+    if found.outcome == "does not hold" and not below and not at_least:
+        return dataclasses.replace(found, note=": within the spread of the seeds" + found.note)
+    return found
+
+
+def _beyond_zero(d: Summary, sign: int) -> bool:
+    return sign * d.mean > 0 and (d.n == 1 or clear(d))
+
+
+def conclude(
+    found: Mapping[str, Measured | None],
+    passes: Callable[[Measured], bool],
+    show: Callable[[Measured], str],
+    *,
+    nothing: str = "no paired runs",
+    enough: int = 1,
+) -> Verdict:
+    """A claim that holds where every condition that has been measured passes. enough: seeds that it asks for."""
+    measured = {when: value for when, value in found.items() if value is not None}
+    if not measured:
+        return Verdict("not yet measured", nothing)
+    good = [when for when, value in measured.items() if passes(value)]
+    bad = [when for when in measured if when not in good]
+    missing = [when for when in found if when not in measured]
+    outcome: Outcome = "does not hold" if not good else "holds so far" if missing else "holds"
+    note = ""
+    if good and bad:
+        outcome = "holds except when" if len(good) > len(bad) else "holds only when"
+        note = f" {_listed(bad if len(good) > len(bad) else good)}"
+    if missing:
+        note += f" (not yet measured: {_listed(missing)})"
+    seeds = [value.n for value in measured.values()]
+    if max(seeds) == 1:
+        note += "; one seed only"
+    elif min(seeds) < enough:
+        note += f"; fewer than {enough} seeds"
+    evidence = "; ".join(f"{when} {show(value)}" for when, value in measured.items())
+    return Verdict(outcome, evidence, note, incomplete=bool(missing) or min(seeds) < max(enough, 2))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ("; " if any(", " in name for name in names) else ", ").join(names)
+
+
+def points(d: Summary) -> str:
+    spread = "" if d.std is None else f" ± {d.std:.2f}"
+    return f"{d.mean:+.2f}{spread} ({d.n})"
+
+
+def share(gap: Recovered) -> str:
+    interval = "" if gap.low is None or gap.high is None else f" [{100 * gap.low:.0f}, {100 * gap.high:.0f}]"
+    return f"{100 * gap.share:.0f} %{interval} ({gap.n})"
+
+
+def recovers(rows: Mapping[str, str], least: float, *, low: float | None = None) -> Callable[[Evidence], Verdict]:
+    """Whether these rows (label -> row) make good so large a share of both gaps at the largest bias; low: the least
+    that the lower end of the interval may be."""
+
+    def passes(gap: Recovered) -> bool:
+        return gap.share >= least and (low is None or (gap.low is not None and gap.low >= low))
+
+    def judge(evidence: Evidence) -> Verdict:
+        measures = {"probe": "probe", "Top-1": "top1_test_to_train"}
+        gaps = {
+            f"{label} {word}".strip(): evidence.gap(row, WORST, measure)
+            for label, row in rows.items()
+            for word, measure in measures.items()
+        }
+        run = any(evidence.gain(row, WORST, "probe") for row in rows.values())
+        nothing = "no gap to recover, or no runs at ×1" if run else "no paired runs"
+        return conclude(gaps, passes, share, nothing=nothing, enough=SEEDS)
+
+    return judge

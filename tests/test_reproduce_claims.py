@@ -1,0 +1,272 @@
+"""Verdicts on the paper's claims and on our goals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import pytest
+
+from duel.reproduce import claims, goals, store, theorems
+from duel.reproduce.evidence import Evidence, shown
+from duel.reproduce.plan import SCALES, Data
+from duel.reproduce.stats import Summary
+from duel.reproduce.verdicts import Claim, Verdict, conclude, weigh
+from records import SHORT, record, runs
+
+UP, DOWN, LEVEL = Summary(2.0, 0.5, 4), Summary(-2.0, 0.5, 4), Summary(0.1, 0.5, 4)
+PAPER = SCALES["paper"]
+
+
+def judged(records: Iterable[store.Record], block: Sequence[Claim], part: str, scale: str = "short") -> Verdict:
+    """The verdict on the one claim of the block that has these words."""
+    (claim,) = [claim for claim in block if part in claim.text]
+    return claim.judge(Evidence(records, SCALES[scale]))
+
+
+def seeds(make: Callable[[int, float], store.Record], values: Sequence[float]) -> list[store.Record]:
+    """A run for each value, with the seeds from 2 on, which no setting was chosen on."""
+    return [make(2 + i, value) for i, value in enumerate(values)]
+
+
+# Words --------------------------------------------------------------------------------------------------------
+
+
+def test_verdicts_follow_the_evidence() -> None:
+    assert weigh({"a": None, "b": None}).words == "not yet measured"
+    assert weigh({"a": UP, "b": UP}).words == "holds"
+    assert weigh({"a": UP, "b": LEVEL}).words == "holds only when a"
+    assert weigh({"a": UP, "b": UP, "c": LEVEL}).words == "holds except when c"
+    assert weigh({"a": DOWN, "b": LEVEL}).words == "does not hold"
+    assert weigh({"a": LEVEL}).words == "does not hold: within the spread of the seeds"
+    assert weigh({"a": LEVEL, "b": UP}, "not below").words == "holds"
+    assert weigh({"a": LEVEL, "b": DOWN}, "not below").words == "holds only when a"
+    assert weigh({"a": UP, "b": None}).words == "holds so far (not yet measured: b)"
+    assert weigh({"a": UP, "b, c": None, "d": None}).words == "holds so far (not yet measured: b, c; d)"
+    assert weigh({"a": Summary(-3.0, None, 1)}, "not below").words == "does not hold; one seed only"
+    assert "a +2.00 ± 0.50 (4)" in weigh({"a": UP}).evidence
+
+
+def test_more_than_clear_can_be_asked_for() -> None:
+    clear = Summary(0.55, 0.5, 9)  # more than twice 0.5 / 3
+    inside = dataclasses.replace(clear, mean=0.45)
+    assert weigh({"a": inside}).words == "holds"
+    assert weigh({"a": clear}, "beyond the spread").words == "holds"
+    assert weigh({"a": inside}, "beyond the spread").words == "does not hold: within the spread of the seeds"
+    two = Summary(0.6, 0.5, 2)  # beyond the spread, but two seeds prove nothing
+    assert weigh({"a": two}, "beyond the spread").outcome == "does not hold"
+    assert weigh({"a": UP}, at_least=2.0).words == "holds"
+    assert weigh({"a": UP}, at_least=2.1).words == "does not hold"
+    assert weigh({"a": DOWN, "b": UP}, "apart").words == "holds"
+    assert weigh({"a": DOWN, "b": LEVEL}, "apart").words == "holds only when a"
+
+
+def test_short_words_for_a_table_of_many() -> None:
+    assert weigh({"a": None}).short == "–"
+    assert weigh({"a": UP}).short == "holds"
+    assert weigh({"a": UP, "b": None}).short == "holds so far\\*"
+    assert weigh({"a": UP, "b": DOWN}).short == "holds only when …"
+    assert weigh({"a": Summary(3.0, None, 1)}).short == "holds\\*"
+    few = conclude({"a": UP}, lambda d: d.mean > 0, lambda d: "", enough=5)
+    assert (few.words, few.short) == ("holds; fewer than 5 seeds", "holds\\*")
+
+
+# Evidence -----------------------------------------------------------------------------------------------------
+
+
+def test_evidence_is_found_by_config_whatever_the_seed() -> None:
+    evidence = Evidence(runs(), SHORT)
+    assert list(evidence.figures("simclr", Data(27.0), "probe")) == list(SHORT.seeds)
+    gap = evidence.gap("d-simclr-ours", Data(27.0), "probe")
+    assert gap is not None
+    assert (gap.share, gap.n) == (pytest.approx(1.0), 3)
+    assert evidence.gap("simclr", Data(27.0), "probe") is None
+    assert evidence.runs("d-simclr-ours", Data(27.0, mode="subset")) == []
+    assert judged(runs(), claims.PAPER, "Bias harms").words == "holds so far (not yet measured: MoCo v2)"
+    literal = judged(runs(), claims.PAPER, "probe: D-SimCLR (literal)")
+    assert literal.words == "does not hold (not yet measured: ×1, ×3, ×9)"
+    assert judged(runs(), claims.PAPER, "D-SimCLR costs").words == "holds"
+    assert judged(runs(), claims.PAPER, "D-MoCo costs").words == "not yet measured"
+    assert judged(runs(), goals.OURS, "D-SimCLR (ours) recovers").words == "holds; fewer than 5 seeds"
+
+
+def test_runs_that_no_row_has_any_more_are_not_shown() -> None:
+    old = record("d-simclr-ours", 27, 2, 0.5)
+    config = dataclasses.replace(old.config, memory_size=1000)
+    orphan = store.Record(old.path, old.values, config, "0")
+    tuned = record("d-simclr-tune-4096", 27, SHORT.tuned_on[0], 0.5)
+    aside = record("d-simclr-literal", 27, SHORT.tuned_on[0], 0.5)  # the table of the tuning does not have it
+    records = [*runs(), orphan, tuned, aside]
+    found = shown(Evidence(records, SHORT), Evidence(records, SHORT, tuning=True))
+    assert {r.hash for r in found} == {r.hash for r in [*runs(), tuned]}
+
+
+# The paper's claims -------------------------------------------------------------------------------------------
+
+
+def both(row: str, bias: float, seed: int, top1: float, top10: float, probe: float = 0.5) -> store.Record:
+    return record(row, bias, seed, probe, evaluation={"top1_test_to_test": top1, "top10_test_to_test": top10})
+
+
+def test_top_10_is_judged_too() -> None:
+    found = [both("moco", 27, s, 0.5, 0.80 + 0.01 * s) for s in (2, 3, 4)]
+    found += [both("d-moco-literal", 27, s, 0.4, 0.82 + 0.01 * s) for s in (2, 3, 4)]
+    assert judged(found, claims.PAPER, "Top-10: D-MoCo").outcome == "holds so far"
+    assert judged(found, claims.PAPER, "Top-1: D-MoCo").outcome == "does not hold"
+
+
+def test_every_previous_framework_counts() -> None:
+    found = []
+    for s in (2, 3, 4):
+        for bias in (1, 3, 9, 27):
+            found += [both("d-moco-literal", bias, s, 0.5, 0.9), both("d-simclr-literal", bias, s, 0.6, 0.9)]
+            found += [both("moco", bias, s, 0.4, 0.8), both("simclr", bias, s, 0.55, 0.8)]
+    without = judged(found, claims.PAPER, 'environments", Top-1:')
+    assert without.words == (
+        "holds except when D-MoCo over SimCLR (least at ×1) "
+        "(not yet measured: D-MoCo over SimSiam, D-SimCLR over SimSiam)"
+    )
+    simsiam = [both("simsiam", bias, s, 0.1 if bias < 27 else 0.95, 0.8) for s in (2, 3, 4) for bias in (1, 3, 9, 27)]
+    complete = judged([*found, *simsiam], claims.PAPER, 'environments", Top-1:')
+    assert complete.outcome == "holds only when"
+    assert "D-MoCo over SimSiam (least at ×27) -45.00" in complete.evidence
+    assert judged([*found, *simsiam], claims.PAPER, 'environments", Top-10:').words == "holds"
+    part = [r for r in found if r.config.bias < 9]
+    assert "×9, ×27)" in judged(part, claims.PAPER, 'environments", Top-1:').words
+
+
+@pytest.mark.parametrize(("top10", "outcome"), [(0.8, "holds so far"), (0.77, "does not hold")])
+def test_gains_of_about_five(top10: float, outcome: str) -> None:
+    found = [both("moco", 27, s, 0.5, 0.76) for s in (2, 3, 4)]
+    found += [both("d-moco-literal", 27, s, 0.55, top10) for s in (2, 3, 4)]
+    assert judged(found, claims.PAPER, "about 5 %").outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("worst", "outcome"), [(0.45, "holds so far"), (0.41, "holds only when"), (0.39, "does not hold")]
+)
+def test_the_gain_must_grow_with_the_bias(worst: float, outcome: str) -> None:
+    found = [record("moco", bias, s, 0.5 if bias == 1 else 0.4) for s in (2, 3, 4) for bias in (1, 27)]
+    found += [record("d-moco-literal", bias, s, 0.52 if bias == 1 else worst) for s in (2, 3, 4) for bias in (1, 27)]
+    assert judged(found, claims.PAPER, "severely biased").outcome == outcome
+
+
+def with_entropies(row: str, seed: int, values: Mapping[int, float], probe: float = 0.5) -> store.Record:
+    steps, entropies = list(values), list(values.values())
+    return record(row, 27, seed, probe, metrics={"step": steps, "memory_entropy": entropies})
+
+
+def test_a_memory_is_debiased_if_it_is_more_even_than_fifo() -> None:
+    ends = {"d-moco-literal": 0.72, "moco": 0.47, "d-simclr-literal": 0.36, "simclr-fifo": 0.47}
+    found = [with_entropies(row, s, {100: 0.9, 5000: end}) for row, end in ends.items() for s in (2, 3, 4)]
+    verdict = judged(found, claims.PAPER, "debiased distribution")
+    assert verdict.words == "holds only when D-MoCo"
+    assert "D-SimCLR -11.00" in verdict.evidence
+
+
+def test_scores_fail_when_they_lose_ten_points() -> None:
+    probes = {"d-simclr-literal": 0.6, "d-simclr-quadratic": 0.595, "d-simclr-gaussian1": 0.1}
+    found = [record(row, 27, s, probe) for row, probe in probes.items() for s in (2, 3, 4)]
+    assert judged(found, claims.PAPER, "SimCLR-based one fails").words == "holds only when gaussian:1"
+    assert judged(found[:6], claims.PAPER, "SimCLR-based one fails").outcome == "does not hold"
+
+
+def test_scores_that_differ_early() -> None:
+    """At step 1,000 of 5,000, whatever they end with."""
+    courses = {
+        "d-moco-literal": {100: 0.1, 1000: 0.5, 5000: 0.6},
+        "d-moco-quadratic": {100: 0.1, 1000: 0.7, 5000: 0.6},
+        "d-moco-gaussian1": {100: 0.3, 1000: 0.5, 5000: 0.9},
+    }
+    found = [with_entropies(row, s, course) for row, course in courses.items() for s in (2, 3, 4)]
+    verdict = judged(found, claims.PAPER, "early-stage")
+    assert verdict.words.startswith("holds only when D-MoCo quadratic (not yet measured: D-SimCLR")
+    assert "D-MoCo quadratic +20.00" in verdict.evidence
+
+
+# Ours ---------------------------------------------------------------------------------------------------------
+
+
+def test_ours_is_judged_by_three_measures() -> None:
+    found = [record("simclr", 1, s, 0.7, evaluation={"few_shot": 0.5}) for s in (2, 3, 4, 5)]
+    found += seeds(lambda s, few: record("d-simclr-ours", 1, s, 0.7, evaluation={"few_shot": few}), [0.47, 0.48] * 2)
+    verdict = judged(found, goals.OURS, "D-SimCLR (ours) is not below")
+    assert verdict.words.startswith("holds except when 5-shot ×1 (not yet measured: probe ×3")
+    assert "5-shot ×1 -2.50 ± 0.58 (4)" in verdict.evidence
+
+
+def test_rivals_go_by_their_labels() -> None:
+    found = [record("d-simclr-ours", 27, s, 0.7) for s in range(2, 10)]
+    found += seeds(lambda s, probe: record("simclr-memory-minred", 27, s, probe), [0.65, 0.70] * 4)
+    found += [record("simclr-debiased", 27, s, 0.6) for s in range(2, 10)]
+    verdict = judged(found, goals.OURS, "D-SimCLR (ours) is above every rival")
+    first = "holds only when SimCLR, debiased loss (τ⁺ 0.1) (not yet measured: D-SimCLR, literal; "
+    assert verdict.words.startswith(first)
+    assert "SimCLR, memory-first, MinRed +2.50 ± 2.67 (8)" in verdict.evidence  # clear, but within the spread
+
+
+def goal_runs(gains: Sequence[float]) -> list[store.Record]:
+    """SimCLR loses six points by the bias; D-SimCLR (ours) makes good so many of them, seed by seed."""
+    found = [record("simclr", bias, s, probe) for s in range(2, 7) for bias, probe in ((1, 0.72), (27, 0.66))]
+    found += seeds(lambda s, gain: record("d-simclr-ours", 27, s, 0.66 + gain / 100), gains)
+    return found
+
+
+def test_the_goal_is_a_share_of_the_gap_and_a_lower_end() -> None:
+    words = "D-SimCLR (ours) recovers 95 %"
+    assert judged(goal_runs([6.0] * 5), goals.GOALS, words).words == "holds"
+    assert judged(goal_runs([5.6] * 5), goals.GOALS, words).words == "does not hold"
+    wide = goal_runs([9.0, 9.0, 3.0, 3.0, 6.0])  # all of it in the mean, but not for sure
+    assert judged(wide, goals.GOALS, words).words == "does not hold"
+    assert judged(wide, goals.OURS, words).words == "holds"
+    assert judged(goal_runs([6.0]), goals.GOALS, words).words == "does not hold; one seed only"
+    assert judged([], goals.GOALS, "D-MoCo (ours) recovers 80 %").words == "not yet measured"
+
+
+def test_goals_for_the_memory_and_for_balanced_data() -> None:
+    found = [with_entropies("d-simclr-ours", s, {5000: 0.975}) for s in range(2, 7)]
+    found += [with_entropies("d-moco-ours", s, {5000: 0.965}) for s in range(2, 7)]
+    assert judged(found, goals.GOALS, "entropy").words == "holds only when D-SimCLR"
+    plain = [record("simclr", 1, s, 0.7) for s in range(2, 7)]
+    near = [record("d-simclr-ours", 1, s, 0.696) for s in range(2, 7)]
+    far = [record("d-simclr-ours", 1, s, 0.694) for s in range(2, 7)]
+    assert judged(plain + near, goals.GOALS, "balanced data").outcome == "holds so far"
+    assert judged(plain + far, goals.GOALS, "balanced data").outcome == "does not hold"
+    assert "fewer than 5 seeds" in judged(plain + near[:3], goals.GOALS, "balanced data").words
+
+
+def at_paper(row: str, bias: float, probe: float) -> store.Record:
+    return record(row, bias, 0, probe, scale=PAPER)
+
+
+def test_our_figures_are_held_against_the_paper_s_only_where_the_plain_ones_agree() -> None:
+    near, far = at_paper("moco", 9, 0.50), at_paper("moco", 27, 0.60)
+    plain = judged([near, far], goals.BESIDE_THE_PAPER, "plain MoCo v2", "paper")
+    assert plain.words.startswith("holds only when ×9 (not yet measured: ×1, ×3)")
+    ours = at_paper("d-moco-ours", 27, 0.61)
+    above = "D-MoCo (ours) is above"
+    off = judged([far, ours], goals.BESIDE_THE_PAPER, above, "paper")
+    assert off.words == "not comparable (×27: the plain row is off by +17.83 (1))"
+    assert off.evidence == "×27 +8.94 (1)"
+    alone = judged([ours], goals.BESIDE_THE_PAPER, above, "paper")
+    assert alone.words == "not comparable (×27: the plain row has not been run)"
+    part = judged([near, far, ours, at_paper("d-moco-ours", 9, 0.65)], goals.BESIDE_THE_PAPER, above, "paper")
+    assert part.words == "holds; one seed only (×27: the plain row is off by +17.83 (1))"
+    fair = [near, at_paper("moco", 27, 0.42), ours, at_paper("d-moco-ours", 9, 0.60)]
+    assert judged(fair, goals.BESIDE_THE_PAPER, above, "paper").words == "holds only when ×27; one seed only"
+    assert judged([near], goals.BESIDE_THE_PAPER, above, "paper").words == "not yet measured"
+
+
+# The theory ---------------------------------------------------------------------------------------------------
+
+
+def test_the_theory_is_judged_by_running_it() -> None:
+    found = {text: verdict.words for text, verdict in theorems.verdicts().items()}
+    assert list(found.values()) == [
+        "does not hold",
+        "holds",
+        "holds only when the score is sharp (exponential:0.05)",
+        "does not hold",
+        "holds",
+        "holds only when h takes the upper value where it jumps",
+    ]
