@@ -298,6 +298,8 @@ def test_the_floor_of_a_step():
     images_of = {name: floor.images_of(config) for name, config in found.items()}
     assert images_of["MoCo 2,048, resnet18"] == images_of["D-MoCo 65,536, resnet18"] == (256, 256)
     assert images_of["D-SimCLR 512, literal, resnet18"] == (512, 512 + 256)
+    fresh = dataclasses.replace(found["D-MoCo 65,536, resnet18"], fresh_keys=True)
+    assert floor.images_of(fresh) == (256, 256 + 256)
     assert images_of["BYOL, resnet18"] == (512, 512)
     plain, literal = (floor.step_floor(found[n]) for n in ("SimCLR, resnet18", "D-SimCLR 512, literal, resnet18"))
     assert literal.operations / plain.operations == pytest.approx(1.5, rel=2e-3)  # 768 of 3 x 512 forwards
