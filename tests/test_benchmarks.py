@@ -31,11 +31,13 @@ QUICK = ["--batch-size", "16", "--count", "2", "--length", "1", "--warm-up", "1"
 
 def test_bench_replace_checks_victims_and_writes_json(tmp_path, capsys):
     out = tmp_path / "bench.json"
-    assert main([*REPLACE, "--batch", "1", "16", "--scores", "linear", "gaussian:0.1", "--out", str(out)]) == 0
+    scores = ["linear", "gaussian:0.1", "0.1*gaussian:0.1+0.9*gaussian:0.003"]
+    assert main([*REPLACE, "--batch", "1", "16", "--scores", *scores, "--out", str(out)]) == 0
     assert "64 slots, batch 16, dim 16: ms per batch" in capsys.readouterr().out
     written = json.loads(out.read_text())
     assert written["benchmark"] == "replace"
-    assert len(written["rows"]) == 8
+    assert len(written["rows"]) == 12
+    assert {row["score"] for row in written["rows"]} == set(scores)
     for row in written["rows"]:
         assert row["same_victims"] == row["batch"]
         assert row["largest_error_in_n"] < 1e-4
@@ -296,6 +298,8 @@ def test_the_floor_of_a_step():
     images_of = {name: floor.images_of(config) for name, config in found.items()}
     assert images_of["MoCo 2,048, resnet18"] == images_of["D-MoCo 65,536, resnet18"] == (256, 256)
     assert images_of["D-SimCLR 512, literal, resnet18"] == (512, 512 + 256)
+    fresh = dataclasses.replace(found["D-MoCo 65,536, resnet18"], fresh_keys=True)
+    assert floor.images_of(fresh) == (256, 256 + 256)
     assert images_of["BYOL, resnet18"] == (512, 512)
     plain, literal = (floor.step_floor(found[n]) for n in ("SimCLR, resnet18", "D-SimCLR 512, literal, resnet18"))
     assert literal.operations / plain.operations == pytest.approx(1.5, rel=2e-3)  # 768 of 3 x 512 forwards

@@ -54,6 +54,9 @@ def test_help_of_train_has_examples_and_recipe_defaults(capsys: pytest.CaptureFi
 def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
     config = parsed("--recipe", "paper", "--method", "d-moco", "--lr", "0.01")
     assert (config.backbone, config.temperature, config.lr, config.score) == ("resnet50", 0.7, 0.01, "linear")
+    assert (
+        parsed("--method", "d-moco", "--score", "0.1*linear+0.9*gaussian:0.01").score == "0.1*linear+0.9*gaussian:0.01"
+    )
     assert parsed("--batch-size", "512").lr == pytest.approx(0.24)
     assert parsed("--batch_size=512").lr == pytest.approx(0.24)
     literal = "--data cifar10 --method simclr --recipe standard --bias 27 --steps 5000 --out runs/x"
@@ -115,7 +118,7 @@ def test_mistakes_are_told_without_a_stack_trace(
 
 def test_names_are_checked_before_torch_is_loaded() -> None:
     code = "import sys; from duel.cli import main; main(['train', *sys.argv[1:]]); print('torch' in sys.modules)"
-    for args in (["--score", "linear+gausian"], ["--policy", "lru"], ["--augment", "digit"], ["--recipe", "papr"]):
+    for args in (["--score", "0.1*linear+gausian"], ["--policy", "lru"], ["--augment", "digit"], ["--recipe", "papr"]):
         done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
         assert "unknown" in done.stderr
         assert done.stdout.strip() == "False", args

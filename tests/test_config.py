@@ -41,6 +41,11 @@ from duel.optimizers import LARS, Schedule, build_optimizer, learning_rate
         ({"method": "d-moco", "reuse_newcomers": True}, "the memory holds embeddings, which come from the training"),
         ({"source": "memory", "reuse_newcomers": True}, "batches are drawn from the memory; leave it out"),
         ({"method": "d-simclr", "reuse_newcomers": True, "memory_view": "clean"}, "must be augmented or auto"),
+        ({"method": "d-simclr", "fresh_keys": True}, "fresh_keys is for moco and d-moco with source stream"),
+        ({"method": "moco", "source": "memory", "fresh_keys": True}, "got 'moco' with source 'memory'"),
+        ({"method": "moco", "fresh_keys": True, "memory_view": "clean"}, "encoded after the step anyway"),
+        ({"method": "moco", "fresh_keys": True, "refresh": 8, "reuse_newcomers": True}, "reused ones never are"),
+        ({"fresh_keys": True}, "keeps no memory, so fresh_keys would do nothing"),
         ({"method": "d-moco", "memory_images": "host"}, "holds embeddings only"),
         ({"method": "d-moco", "space": "backbones"}, "did you mean 'backbone'"),
         ({"source": "memory", "memory_size": 64}, "batch_size 256 exceeds memory_size 64"),
@@ -54,6 +59,7 @@ from duel.optimizers import LARS, Schedule, build_optimizer, learning_rate
         ({"method": "d-moco", "adaptive_target": 0.01}, "adaptive_target is for policy adaptive, got policy None"),
         ({"score": "gausian:1"}, "did you mean 'gaussian'.*exponential:TAU"),
         ({"score": "linear+gaussian:x"}, "must be a number"),
+        ({"score": "0*linear+gaussian"}, "weight of 'linear' must lie between"),
         ({"score": "exponential:1e9"}, "tau of the exponential score must lie between"),
     ],
 )
@@ -116,8 +122,10 @@ def test_how_the_memory_is_encoded() -> None:
     assert how(method="d-moco", memory_view="clean") == (False, False)
     assert how(method="d-moco", refresh=64) == (True, True)
     assert how(method="d-moco", refresh=64, memory_view="clean") == (False, False)
+    assert how(method="d-moco", fresh_keys=True) == (True, False)
     assert how(method="moco", source="memory") == (True, False)
     assert TrainConfig(method="moco", refresh=64).method_settings == {"key_batchnorm": "running"}
+    assert TrainConfig(method="moco", fresh_keys=True).method_settings == {"key_batchnorm": "running"}
     assert TrainConfig(method="moco").method_settings == {}
     assert how(method="d-simclr") == (False, False)
     assert how(method="d-simclr", memory_view="augmented") == (True, False)

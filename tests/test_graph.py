@@ -18,6 +18,7 @@ CASES = {
     "simclr": {"method": "simclr"},
     "moco": {"method": "moco", "symmetric": True, "key_batchnorm": "running"},
     "d-moco": {"method": "d-moco"},
+    "fresh keys": {"method": "d-moco", "fresh_keys": True},
     "d-simclr": {"method": "d-simclr", "refresh": 16},
     "byol": {"method": "byol"},
     "simsiam": {"method": "simsiam"},

@@ -15,7 +15,7 @@ from duel.replacement.units import exact_products, exponent, total_units
 from duel.slots import put
 from pools import clusters, isotropic, judge, lattice, rounding
 
-SCORES = ["linear", "quadratic", "gaussian", "gaussian:0.1", "exponential"]
+SCORES = ["linear", "quadratic", "gaussian", "gaussian:0.1", "exponential", "0.1*gaussian:0.1+0.9*gaussian:0.003"]
 FAST = ["dense", "fused"]
 HIGHEST = fused._highest
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -240,6 +240,19 @@ def test_a_callable_works_in_every_engine():
         for engine in ("reference", "dense", "fused")
     ]
     assert slots[0] == slots[1] == slots[2]
+
+
+@pytest.mark.parametrize("admit", ["always", "compete"])
+@pytest.mark.parametrize("kind", ["clusters", "lattice"])
+def test_a_weighted_mix_works_in_every_engine(kind, admit):
+    score = "0.1*gaussian:0.1+0.9*gaussian:0.003"
+    memory, incoming = hostile(kind, 60, 16, 3, torch.float64), hostile(kind, 24, 16, 4, torch.float64)
+    want = replace(memory, incoming, score=score, admit=admit, engine="reference")
+    assert judge(memory, incoming, want, score, admit)[0] <= rounding(memory, score)
+    for engine in FAST:
+        got = replace(memory, incoming, score=score, admit=admit, engine=engine)
+        assert got.slots.tolist() == want.slots.tolist()
+        assert (got.duplicates - want.duplicates).abs().max() <= rounding(memory, score)
 
 
 def test_an_empty_batch_returns_the_count_alone():

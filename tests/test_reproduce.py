@@ -293,7 +293,7 @@ def fake(config: TrainConfig, /, folder: Path = Path("results"), **values: objec
 
 def test_settings_that_came_later_do_not_hide_finished_runs() -> None:
     config = TrainConfig(steps=100)
-    older = {k: v for k, v in config.identity().items() if k != "at_once"}
+    older = {k: v for k, v in config.identity().items() if k not in ("at_once", "fresh_keys")}
     record = fake(config, config=older)
     assert record.hash == fingerprint(config)
     assert record.measure("probe") is None  # NaN is not JSON
@@ -328,6 +328,7 @@ def test_settings_that_do_nothing_in_a_run_do_not_make_it_another() -> None:
     assert fingerprint(duel) == fingerprint(dataclasses.replace(moco, policy="duel")) != fingerprint(moco)
     first = dataclasses.replace(duel, source="memory")
     assert changed(first, queue=64)
+    assert changed(duel, fresh_keys=True)
     assert changed(first, space="backbone")
     assert not changed(dataclasses.replace(first, policy="reservoir"), space="backbone")  # compares nothing
     assert changed(dataclasses.replace(first, policy="adaptive"), adaptive_target=0.01)

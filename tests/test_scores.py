@@ -17,6 +17,8 @@ ALL = [
     "exponential:0.5",
     "gaussian:0.001",
     "linear+gaussian:0.01",
+    "0.1*gaussian:0.1+0.9*gaussian:0.003",
+    "0.7*linear+0.2*quadratic+0.1*exponential:0.01",
 ]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -73,6 +75,13 @@ def test_by_name_object_and_callable():
         ("linear:2", "no width"),
         ("gaussian:wide", "must be a number"),
         ("gaussian:-1", "between 1e-5 and 100"),
+        ("0.1*gaussian:0.1", "nothing to weigh it against; write 'gaussian:0.1'"),
+        ("much*linear+gaussian", r"the part before '\*' must be a number"),
+        ("0.1*0.2*linear+gaussian", r"the part before '\*' must be a number"),
+        ("gaussian+0*linear", "weight of 'linear' must lie between 1e-5 and 1e5, got 0"),
+        ("-1*linear+2*gaussian", "weight of 'linear' must lie between"),
+        ("nan*linear+gaussian", "weight of 'linear' must lie between"),
+        ("0.1*gausian+linear", "did you mean 'gaussian'"),
         (3, "must be a name"),
         (lambda x: x, "leaves"),
         (lambda x: (1 - x) / 2, "not monotone"),
@@ -94,3 +103,42 @@ def test_a_mix_is_the_mean_of_its_parts():
     assert mixed != scores.gaussian(0.1)
     with pytest.raises(UserError, match="did you mean 'gaussian'"):
         scores.get("gausian+linear")
+
+
+def test_the_weights_of_a_mix_are_shares_of_their_sum():
+    x = torch.linspace(-1, 1, 101, dtype=torch.float64)
+    broad, sharp, line = scores.gaussian(0.1), scores.gaussian(0.003), scores.linear
+    assert torch.allclose(scores.get("0.1*gaussian:0.1+0.9*gaussian:0.003")(x), 0.1 * broad(x) + 0.9 * sharp(x))
+    want = (2 * broad(x) + 5 * sharp(x) + line(x)) / 8
+    assert torch.allclose(scores.get("2*gaussian:0.1+5*gaussian:0.003+linear")(x), want)
+    assert torch.allclose(scores.mix(broad, sharp, line, weights=(2, 5, 1))(x), want)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("0.1*gaussian:0.1+0.9*gaussian", "0.1*gaussian:0.1+0.9*gaussian:1"),
+        ("2*linear+gaussian:0.1", "2*linear+1*gaussian:0.1"),
+        ("0.3333333333333333*linear+1e5*exponential", "0.3333333333333333*linear+100000*exponential:0.05"),
+        ("0.5*linear+0.5*quadratic", "linear+quadratic"),
+    ],
+)
+def test_the_name_of_a_mix_is_read_as_that_mix(given, name):
+    mixed = scores.get(given)
+    assert mixed.name == repr(mixed) == name
+    again = scores.get(name)
+    assert again == mixed
+    assert again.name == name
+    x = torch.linspace(-1, 1, 101)
+    assert torch.equal(again(x), mixed(x))
+
+
+def test_a_mix_needs_single_scores_and_a_weight_for_each():
+    for parts, weights, message in [
+        ((), (), "at least one score"),
+        (("linear", "gaussian"), (1.0,), "as many weights, got 2 and 1"),
+        (("linear", "gaussian"), (1.0, -1.0), "weight of 'gaussian:1'"),
+        (("linear+gaussian", "quadratic"), (), r"got the mix 'linear\+gaussian:1'"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            scores.mix(*parts, weights=weights)

@@ -123,7 +123,8 @@ class TrainConfig:
     negatives, as d-simclr has. oracle is a control for measuring only: it sees the labels and keeps the classes in
     memory balanced."""
     score: str = "gaussian:0.1"
-    """Collision score of the duel policy: linear, quadratic, gaussian:TAU, exponential:TAU, or a mix A+B."""
+    """Collision score of the duel policy: linear, quadratic, gaussian:TAU, exponential:TAU, or a mix A+B,
+    weighted 0.1*A+0.9*B."""
     adaptive_target: float | None = None
     """Policy adaptive: the share of the memory that its mean item is to have as expected duplicates. None: the policy's
     own, which suits clusters; embeddings that a contrastive loss spreads want less, such as 0.001."""
@@ -152,6 +153,9 @@ class TrainConfig:
     reuse_newcomers: bool = False
     """simclr's memories of images, source stream: take the newcomers' embeddings from the training pass (older encoder,
     augmented view; residents are then augmented too) instead of encoding them again. Cheaper, not the literal form."""
+    fresh_keys: bool = False
+    """moco, source stream: encode the newcomers after the step with the updated key encoder, in another view, as
+    Algorithm 2 prints it, instead of taking the step's keys as MoCo does."""
     memory_images: Literal["auto", "device", "host"] = field(default="auto", metadata=_FREE)
     """Where a memory keeps its images: device (auto), or host: limited by the host's memory, embeddings stay on the
     device; the step then waits for the host and is not recorded as a CUDA graph."""
@@ -214,7 +218,7 @@ class TrainConfig:
         """The settings given for the method, by the names that `duel.methods.build` takes."""
         names = {name: name for name in _METHOD_SETTINGS} | {"key_momentum": "momentum"}
         given = {to: getattr(self, name) for name, to in names.items() if getattr(self, name) is not None}
-        if self.base_method == "moco" and self.memory_holds_images:
+        if self.base_method == "moco" and (self.memory_holds_images or self.fresh_keys):
             given.setdefault("key_batchnorm", "running")
         return given
 
@@ -270,9 +274,8 @@ class TrainConfig:
     @property
     def newcomers_from_training(self) -> bool:
         """Whether the newcomers' embeddings are those of the training pass; moco's are its keys."""
-        return (
-            self.source == "stream" and self.memory_augmented and (self.reuse_newcomers or self.base_method == "moco")
-        )
+        keys = self.base_method == "moco" and not self.fresh_keys
+        return self.source == "stream" and self.memory_augmented and (self.reuse_newcomers or keys)
 
     @property
     def run_dir(self) -> str:

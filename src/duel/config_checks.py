@@ -22,6 +22,7 @@ _OF_THE_MEMORY = (
     "memory_negatives",
     "memory_view",
     "reuse_newcomers",
+    "fresh_keys",
     "memory_images",
 )
 #: Likewise, but a recipe may have set them, for whoever adds a memory or another policy.
@@ -139,6 +140,16 @@ def _check_memory(config: TrainConfig) -> None:
         raise UserError(
             "reuse_newcomers takes augmented views from the training pass, so memory_view must be augmented or "
             "auto, got 'clean': a newcomer would look distinct merely because it was augmented"
+        )
+    if config.fresh_keys and (config.base_method, config.source) != ("moco", "stream"):
+        raise UserError(
+            f"fresh_keys is for moco and d-moco with source stream, got {config.method!r} with source "
+            f"{config.source!r}, whose newcomers are not the step's keys; leave it out"
+        )
+    if config.fresh_keys and (config.memory_view == "clean" or config.reuse_newcomers):
+        raise UserError(
+            "fresh_keys with memory_view clean or reuse_newcomers: clean newcomers are encoded after the step anyway, "
+            "reused ones never are; leave one of them out"
         )
     if config.memory_images == "host" and not config.memory_holds_images:
         raise UserError("memory_images host: this memory holds embeddings only; leave it out, or set refresh")

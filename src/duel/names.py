@@ -22,25 +22,45 @@ SCORES = ("linear", "quadratic", *WIDE_SCORES)
 SCORE_FORMS = tuple(f"{name}:TAU" if name in WIDE_SCORES else name for name in SCORES)
 
 
-def score_parts(text: str) -> list[tuple[str, float | None]]:
-    """(name, τ or None where none is given) of each score in "name", "name:TAU" or a mix of such, "A+B"."""
-    return [_score_part(part) for part in text.split("+")]
+def score_parts(text: str) -> list[tuple[float, str, float | None]]:
+    """(weight, name, τ or None where none is given) of each score in "name", "name:TAU" or a mix of such: "A+B",
+    weighted "0.1*A+0.9*B". A part without a weight has weight 1."""
+    parts = [_score_part(part) for part in text.split("+")]
+    if len(parts) == 1 and "*" in text:
+        raise UserError(
+            f"score {text!r} has a weight and nothing to weigh it against; write {text.partition('*')[2]!r}, or a mix "
+            "such as '0.1*gaussian:0.1+0.9*gaussian:0.003'"
+        )
+    return parts
 
 
-def _score_part(text: str) -> tuple[str, float | None]:
-    name, _, tau = text.partition(":")
+def _score_part(text: str) -> tuple[float, str, float | None]:
+    before, star, score = text.rpartition("*")
+    weight = _number(before, f"score {text!r}: the part before '*'", "0.1*gaussian:0.1") if star else 1.0
+    check_weight(score, weight)
+    name, _, tau = score.partition(":")
     if name not in SCORES:
         raise UserError(suggest("score", name, SCORES, shown=SCORE_FORMS))
     if not tau:
-        return name, None
+        return weight, name, None
     if name not in WIDE_SCORES:
-        raise UserError(f"score {name!r} has no width, got {text!r}; write {name!r}")
-    try:
-        width = float(tau)
-    except ValueError:
-        raise UserError(f"score {text!r}: the part after ':' must be a number, for example '{name}:0.1'") from None
+        raise UserError(f"score {name!r} has no width, got {score!r}; write {name!r}")
+    width = _number(tau, f"score {text!r}: the part after ':'", f"{name}:0.1")
     check_width(name, width)
-    return name, width
+    return weight, name, width
+
+
+def _number(text: str, what: str, example: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{what} must be a number, for example {example!r}") from None
+
+
+def check_weight(score: str, weight: float) -> None:
+    """Refuse a weight in a mix that is not positive, or that would leave nothing of its part or of the others."""
+    if not 1e-5 <= weight <= 1e5:
+        raise UserError(f"the weight of {score!r} must lie between 1e-5 and 1e5, got {weight!r}")
 
 
 def check_width(name: str, tau: float) -> None:

@@ -96,8 +96,11 @@ def paper(
     """The DUEL paper's: ResNet-50, one linear layer to 256, Adam, cosine from 0.05, temperature 0.7, no crop.
 
     The memory is Algorithm 2's, literally: linear score, every newcomer admitted, D-MoCo's embeddings as they were,
-    D-SimCLR's images all encoded again in each step. The paper did not try source memory. MoCo's keys are normalised
-    by running statistics, which the paper does not say, so that all forms of it differ in their memory alone.
+    D-SimCLR's images all encoded again in each step. D-MoCo is MoCo with the policy added, so two things are not as
+    the algorithm prints them: its newcomers are the step's keys (`fresh_keys` encodes them after the step), and the
+    memory alone gives its negatives (`in_batch_negatives` adds the batch's). The paper did not try source memory.
+    MoCo's keys are normalised by running statistics, which the paper does not say, so that all forms of it differ in
+    their memory alone.
     """
     source = source or _literal_source(method)
     settings: dict[str, Any] = {}

@@ -1,21 +1,21 @@
 """h: from the cosine of two embeddings to the probability that they are duplicates.
 
 Every score maps -1 to 0 and 1 to 1 and never decreases in between. A score is given by object (`gaussian(0.1)`), by
-name (`"gaussian"`), by name and width (`"gaussian:0.1"`), as a mix (`"gaussian:0.1+gaussian:0.001"`) or as any callable
-with those properties.
+name (`"gaussian"`), by name and width (`"gaussian:0.1"`), as a mix (`"gaussian:0.1+gaussian:0.001"`, weighted
+`"0.1*gaussian:0.1+0.9*gaussian:0.003"`) or as any callable with those properties.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from duel.errors import UserError
-from duel.names import SCORE_FORMS, check_width, score_parts
+from duel.names import SCORE_FORMS, check_weight, check_width, score_parts
 
 ScoreLike = "Score | str | Callable[[Tensor], Tensor]"
 
@@ -30,7 +30,8 @@ class Score:
     | gaussian    | exp(width · (1 - x)²)   | exp(-(x - 1)² / τ), rescaled; paper τ = 1      |
     | exponential | exp(width · (1 - x))    | not in the paper: a sharper one                |
     | callable    | the user's              |                                                |
-    | mix         | mean of several scores  | not in the paper: a broad one and a sharp one  |
+    | mix         | mean of several scores, | not in the paper: a broad one and a sharp one  |
+    |             | weighted or not         |                                                |
 
     `width`, `floor` and `scale` are numbers, or 0-dim tensors on the embeddings' device where a policy moves them.
     """
@@ -95,8 +96,13 @@ def shape_parameters(kind: str, tau: float) -> tuple[float, float, float]:
 
 def _with_width(kind: str, tau: float) -> Score:
     width, floor, scale = shape_parameters(kind, tau)
-    short = f"{tau:g}"
-    return Score(f"{kind}:{short if float(short) == tau else repr(tau)}", kind, width=width, floor=floor, scale=scale)
+    return Score(f"{kind}:{_written(tau)}", kind, width=width, floor=floor, scale=scale)
+
+
+def _written(number: float) -> str:
+    """A number as a name has it: read again, it is the same."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
 
 
 def gaussian(tau: float = 1.0) -> Score:
@@ -109,19 +115,30 @@ def exponential(tau: float = 0.05) -> Score:
     return _with_width("exponential", tau)
 
 
-def mix(*parts: Score | str) -> Score:
-    """The mean of several scores. A broad one tells classes apart, a sharp one near-duplicates; their mix does both."""
-    if not parts:
-        raise UserError("mix needs at least one score")
+def mix(*parts: Score | str, weights: Sequence[float] = ()) -> Score:
+    """The mean of several scores. A broad one tells classes apart, a sharp one near-duplicates; their mix does both.
+
+    weights: one for each, divided by their sum, so that h(1) = 1; by default all alike.
+    """
     scores = [get(part) for part in parts]
+    weights = weights or [1.0] * len(scores)
+    if not scores or len(weights) != len(scores):
+        raise UserError(f"mix needs at least one score and as many weights, got {len(scores)} and {len(weights)}")
+    for score, weight in zip(scores, weights, strict=True):
+        check_weight(score.name, weight)
+        if score.kind == "mix":
+            raise UserError(f"mix takes single scores, got the mix {score.name!r}: give its parts")
 
     def mean(cosines: Tensor) -> Tensor:
-        total = scores[0](cosines)
-        for score in scores[1:]:
-            total = total + score(cosines)
-        return total / len(scores)
+        h, total = scores[0](cosines), weights[0]
+        for score, weight in zip(scores[1:], weights[1:], strict=True):
+            total += weight
+            h = h.lerp(score(cosines), weight / total)  # where all parts are 0 or 1, exactly that
+        return h
 
-    return Score("+".join(score.name for score in scores), "mix", function=mean)
+    weighted = any(weight != weights[0] for weight in weights)
+    names = [f"{_written(w)}*{s.name}" if weighted else s.name for s, w in zip(scores, weights, strict=True)]
+    return Score("+".join(names), "mix", function=mean)
 
 
 def get(score: Any) -> Score:
@@ -138,8 +155,9 @@ def get(score: Any) -> Score:
 
 
 def _from_name(text: str) -> Score:
-    parts = [_named(name, tau) for name, tau in score_parts(text)]
-    return parts[0] if len(parts) == 1 else mix(*parts)
+    found = score_parts(text)
+    parts = [_named(name, tau) for _, name, tau in found]
+    return parts[0] if len(parts) == 1 else mix(*parts, weights=[weight for weight, _, _ in found])
 
 
 def _named(name: str, tau: float | None) -> Score:

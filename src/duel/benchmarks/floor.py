@@ -124,7 +124,7 @@ def images_of(config: TrainConfig) -> tuple[int, int]:
     symmetric = config.symmetric if config.symmetric is not None else method != "moco"
     views = batch * (2 if method == "simclr" or symmetric else 1)
     keys = {"moco": views, "byol": views, "simsiam": 0 if symmetric else batch}.get(method, 0)
-    if config.memory_holds_images:
+    if config.has_memory:
         keys += config.refreshed_slots + (0 if config.newcomers_from_training else config.stream_items)
     return views, keys
 

@@ -39,7 +39,7 @@ def unavailable(memory: Tensor, score: Score) -> str | None:
     if not memory.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the memory is on {memory.device.type}, not on a CUDA device"
     if score.function is not None and memory.shape[0] > WHOLE:  # it cannot run inside the literal kernel
-        return f"a score of your own is limited to {WHOLE:,} slots there"
+        return f"a mix or a score of your own is limited to {WHOLE:,} slots there"
     return None
 
 

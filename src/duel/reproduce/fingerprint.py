@@ -11,6 +11,7 @@ from ..config_checks import unread
 MEMORY = (
     "source", "stream_batch", "memory_size", "policy", "score", "adaptive_target", "admit", "at_once", "max_age",
     "refresh", "space", "memory_negatives", "queue", "memory_view", "reuse_newcomers",
+    "fresh_keys",
 )  # fmt: skip
 """The settings that say what the working memory is."""
 
@@ -31,7 +32,7 @@ def fingerprint(config: TrainConfig) -> str:
 
 def _idle(config: TrainConfig) -> set[str]:
     """Settings that change nothing in this run."""
-    idle = {"recipe"}
+    idle = {"recipe"} if config.fresh_keys else {"recipe", "fresh_keys"}  # which came later: off is as it was
     if config.steps is not None:
         idle.add("epochs")
     if not config.has_memory:
