@@ -56,8 +56,7 @@ class MinRed(Policy):
             skip = ~takes_part(x)
             if z.device.type != "cpu" and z.shape[0] > WHOLE:
                 return self._in_blocks(z, x, skip)
-            cosines = z @ z.T
-            cosines.fill_diagonal_(NONE)
+            cosines = _pairs(z)
             return _on_host(cosines, z, x, skip) if z.device.type == "cpu" else _on_device(cosines, z, x, skip)
 
     def _in_blocks(self, z: Tensor, x: Tensor, skip: Tensor) -> Tensor:
@@ -70,6 +69,12 @@ class MinRed(Policy):
             if first + BLOCK < x.shape[0]:
                 z = put(z, slots, block)
         return torch.cat(chosen)
+
+
+def _pairs(z: Tensor) -> Tensor:
+    """The cosines of all pairs, alike both ways: each other's nearest neighbours tie, and rounding is not to decide."""
+    cosines = z @ z.T
+    return torch.maximum(cosines, cosines.T).fill_diagonal_(NONE)
 
 
 def _on_device(cosines: Tensor, z: Tensor, x: Tensor, skip: Tensor) -> Tensor:
@@ -97,7 +102,7 @@ def _by_candidates(z: Tensor, x: Tensor, skip: Tensor, count: int) -> tuple[Tens
     items = torch.cat([z[residents], x])
     # neighbours that stay: all other residents
     stay = torch.cat([(z[residents] @ z.T), seen]).index_fill_(1, residents, NONE).amax(1)
-    pairs = (items @ items.T).fill_diagonal_(NONE)
+    pairs = _pairs(items)
     visible = pairs.clone()
     visible[:, count:] = NONE  # to whom newcomers are not there yet
     slot = torch.cat([residents, residents.new_full((new,), size)])
