@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 #: From so many steps on, what compiling saves on a GPU is more than the half minute that it takes.
 WORTH_COMPILING = 15_000
+#: Forms of a backbone (sizes, modes, copies) that torch may compile in one process. Beyond its own limit, 8, it goes on
+#: uncompiled.
+COMPILED_FORMS = 64
 
 
 def worth_compiling(steps: int, device: torch.device) -> bool:
@@ -88,6 +91,9 @@ class TrainingStep:
         )
         self.images_encoded = 0
         compiled = worth_compiling(self.steps, device) if config.compile is None else config.compile
+        if compiled:
+            limits = torch._dynamo.config  # recompile_limit, by the name that torch 2.6 knows too
+            limits.cache_size_limit = max(limits.cache_size_limit, COMPILED_FORMS)
         for part in self.method.modules():
             if isinstance(part, Encoder):
                 # every pass ends there; the backbone may be compiled, which a count on the host would disturb

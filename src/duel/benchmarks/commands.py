@@ -72,12 +72,18 @@ class Step:
 
     On a CPU that is the demo with a FIFO and with a DUEL memory, on one thread as `duel demo` is; on a GPU, ResNet-18
     and ResNet-50 at batch 256.
+
     One method only:
       duel bench step --methods moco --backbones resnet18 --memory 4096 --data cifar10
+
+    A long list in several calls, into one file:
+      duel bench step --rows "MoCo 2,048" --append --out bench.json
     """
 
     methods: tuple[str, ...] = ("moco", "simclr", "simsiam", "byol")
     """Methods to measure."""
+    rows: tuple[str, ...] = ()
+    """Only rows with one of these words in their name, and the plain rows that they are held against."""
     backbones: tuple[str, ...] = ()
     """Any timm names; by default resnet18 and resnet50 on a GPU, and on a CPU the demo instead."""
     memory: tuple[int, ...] = (2048, 65536)
@@ -104,18 +110,23 @@ class Step:
     """Steps in a window."""
     warm_up: int = 40
     """Steps before the first window."""
+    parts: bool = True
+    """Measure the parts of a step too; --no-parts leaves them out."""
     repeats: int = 20
     """Timings of each part of a step."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     out: str | None = None
     """File for the figures; by default runs/bench-step-<device>.json."""
+    append: bool = False
+    """Keep the rows that the file has; only those of the same name are replaced."""
 
     def run(self) -> int:
         from duel.demo import one_thread
         from duel.machine import resolve_device
 
-        from .step import BACKBONES, cases, demo_cases, report
+        from .cases import BACKBONES, cases, chosen, demo_cases
+        from .step import report
 
         device, threads = resolve_device(self.device), ExitStack()
         machine = {"compile": self.compile, "graph": not self.eager}
@@ -136,13 +147,14 @@ class Step:
             )
         with threads:
             written, failed = report(
-                rows,
+                chosen(rows, self.rows),
                 device=device,
                 out=self.out,
+                append=self.append,
                 count=self.count,
                 length=self.length,
                 warm_up=self.warm_up,
-                repeats=self.repeats,
+                repeats=self.repeats if self.parts else 0,
                 image_count=self.image_count,
             )
         return _end(written, failed)
@@ -150,15 +162,21 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Our training against lightly's: same data, backbone, batch and machine; end to end and compute only.
+    """Our training against lightly's and plain PyTorch's: same data, backbone, batch and machine; end to end and
+    compute only.
 
     Needs lightly: pip install 'duel-ssl[peers]'.
 
     duel bench peers --root data
+
+    Without lightly:
+      duel bench peers --rows "plain PyTorch"
     """
 
     methods: tuple[str, ...] = ("simclr", "moco")
     """Methods to measure."""
+    rows: tuple[str, ...] = ()
+    """Only rows with one of these words in their name."""
     backbone: str = "resnet18"
     """Any timm name."""
     batch_size: int = 256
@@ -168,11 +186,11 @@ class Peers:
     root: str = "data"
     """Where torchvision keeps its data sets."""
     workers: int | None = None
-    """lightly's loading processes; by default one per core."""
+    """The peer's loading processes; by default one per core."""
     compile: bool | None = None
     """Compile our encoder with torch.compile; None: as a long training would."""
     compile_peer: bool = False
-    """Compile lightly's backbone too; its own benchmark does not."""
+    """Compile the peer's backbone too; lightly's own benchmark does not."""
     count: int = 8
     """Windows of which the median is taken."""
     length: int = 30
@@ -183,16 +201,20 @@ class Peers:
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     out: str | None = None
     """File for the figures; by default runs/bench-peers-<device>.json."""
+    append: bool = False
+    """Keep the rows that the file has; only those of the same name are replaced."""
 
     def run(self) -> int:
         from duel.machine import resolve_device
 
         from .peers import report
 
-        written = report(
+        written, failed = report(
             device=resolve_device(self.device),
             out=self.out,
             methods=self.methods,
+            rows=self.rows,
+            append=self.append,
             data=self.data,
             workers=self.workers,
             warm_up=self.warm_up,
@@ -204,7 +226,7 @@ class Peers:
             compile=self.compile,
             compile_peer=self.compile_peer,
         )
-        return _end(written, ())
+        return _end(written, failed)
 
 
 def _end(written: Path, failed: Sequence[str]) -> int:

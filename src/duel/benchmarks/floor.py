@@ -41,7 +41,7 @@ SEPARATE = {"norm": (3, 5), "relu": (2, 3), "add": (3, 3)}
 # BatchNorm, addition and ReLU of a layer in one pass over its tensor: the ReLU is free, the addition reads the other
 # branch, and hands its gradient on.
 FUSED = {"norm": (3, 5), "relu": (0, 0), "add": (1, 1)}
-# Without gradient and with BatchNorm folded into the convolution before it.
+# Without gradient and with BatchNorm, which has running statistics, folded into the convolution before it.
 INFERENCE = {"norm": (0, 0), "relu": (0, 0), "add": (1, 0)}
 
 
@@ -118,22 +118,28 @@ def cost(found: Sequence[Layer], count: int, gpu: Gpu, passes: dict[str, tuple[i
     return total
 
 
-def images_of(config: TrainConfig) -> tuple[int, int]:
-    """Images per step that are trained on (forward and backward), and that are only encoded."""
-    batch, method = config.batch_size, config.base_method
-    symmetric = config.symmetric if config.symmetric is not None else method != "moco"
+def images_of(config: TrainConfig) -> tuple[int, int, int]:
+    """Images per step that are trained on (forward and backward), that only pass forward in training mode, with the
+    statistics of their batch, and that are only encoded, with running statistics.
+
+    Of the second kind are BYOL's targets, MoCo's keys with key_batchnorm batch, an asymmetric SimSiam's second view.
+    """
+    batch, method, given = config.batch_size, config.base_method, config.method_settings
+    symmetric = given.get("symmetric", method != "moco")
     views = batch * (2 if method == "simclr" or symmetric else 1)
     keys = {"moco": views, "byol": views, "simsiam": 0 if symmetric else batch}.get(method, 0)
+    running = method == "moco" and given.get("key_batchnorm") == "running"
+    encoded = keys if running else 0
     if config.has_memory:
-        keys += config.refreshed_slots + (0 if config.newcomers_from_training else config.stream_items)
-    return views, keys
+        encoded += config.refreshed_slots + (0 if config.newcomers_from_training else config.stream_items)
+    return views, 0 if running else keys, encoded
 
 
 def step_floor(config: TrainConfig, gpu: Gpu = H200, *, passes: dict[str, tuple[int, int]] | None = None) -> Cost:
     """The floor of the encoder's part of a step; passes: `SEPARATE` or `FUSED` (the default)."""
-    trained, encoded = images_of(config)
-    found = layers(config.backbone, config.image_size or 32)
-    training = cost(found, trained, gpu, passes or FUSED, backward=True)
+    trained, forward, encoded = images_of(config)
+    found, passes = layers(config.backbone, config.image_size or 32), passes or FUSED
+    training = cost(found, trained, gpu, passes, backward=True) + cost(found, forward, gpu, passes, backward=False)
     return training + cost(found, encoded, gpu, INFERENCE, backward=False)
 
 

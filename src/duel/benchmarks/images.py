@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch.nn.functional import interpolate
 
@@ -14,6 +16,7 @@ SYNTHETIC = "synthetic"
 COUNT, SIDE = 50_000, 32
 
 
+@lru_cache(maxsize=1)
 def synthetic(count: int = COUNT, side: int = SIDE, *, seed: int = 0) -> ArraySource:
     """Smooth patches of colour under a little noise: unlike pure noise, an untrained network tells them apart."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,33 +1,33 @@
-"""Against lightly: the same data, backbone, batch and machine, in the same run, end to end and compute only.
+"""Against lightly and plain PyTorch: the same data, backbone, batch and machine, in the same run.
 
-The peer gets what its own CIFAR-10 benchmark uses (transforms, heads, loss with memory bank, momentum copy with
-shuffled keys, SGD) and, beyond that, what makes it faster: our backbone with one BatchNorm group instead of eight,
-bf16, channels-last, pinned memory and a loading process per core. End to end, the two run one after the other:
-processes that load ahead would otherwise work during the other's turn.
+Both get bf16, channels-last, pinned memory and a loading process per core. End to end, the two sides run one after the
+other: processes that load ahead would otherwise work during the other's turn.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib.metadata
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from duel import encoders, recipes
+from duel import recipes
 from duel.benchmarks import images, parts, tables
+from duel.benchmarks.cases import Case, chosen
+from duel.benchmarks.peer_models import PEERS, lightly
 from duel.benchmarks.results import Results
-from duel.benchmarks.step import is_compiled
-from duel.benchmarks.timing import capture, windows
-from duel.config import TrainConfig
+from duel.benchmarks.step import first_line, is_compiled, mode
+from duel.benchmarks.timing import capture, compiled_anew, windows
+from duel.config import MethodName, TrainConfig
 from duel.errors import UserError, suggest
 from duel.graph import WARM_UP
 from duel.inputs import Inputs
@@ -37,73 +37,8 @@ from duel.step import TrainingStep
 METHODS = ("simclr", "moco")
 #: Batches that a DataLoader's process prepares ahead (torch's default).
 AHEAD = 2
-
-
-def lightly() -> Any:
-    """The parts of lightly that are measured, as attributes."""
-    try:
-        from lightly import loss, transforms
-        from lightly.models import utils
-        from lightly.models.modules import heads
-    except ImportError as error:
-        raise UserError(
-            f"duel bench peers measures lightly, which cannot be imported ({error}): pip install 'duel-ssl[peers]'"
-        ) from error
-
-    class Parts:
-        NTXentLoss = loss.NTXentLoss
-        SimCLRTransform, MoCoV2Transform = transforms.SimCLRTransform, transforms.MoCoV2Transform
-        SimCLRProjectionHead, MoCoProjectionHead = heads.SimCLRProjectionHead, heads.MoCoProjectionHead
-        update_momentum, deactivate = staticmethod(utils.update_momentum), staticmethod(utils.deactivate_requires_grad)
-        shuffle, unshuffle = staticmethod(utils.batch_shuffle), staticmethod(utils.batch_unshuffle)
-
-    return Parts
-
-
-class Peer(nn.Module):
-    """lightly's SimCLR or symmetric MoCo around our backbone, with the settings of `config`."""
-
-    def __init__(self, config: TrainConfig, shape: tuple[int, int, int]) -> None:
-        super().__init__()
-        self.library, self.config = lightly(), config
-        backbone: Any = encoders.backbone(config.backbone, stem=config.stem, image_size=shape[-1])
-        self.backbone, width = backbone, int(backbone.num_features)
-        if config.method == "simclr":
-            self.head = self.library.SimCLRProjectionHead(width, config.hidden or width, config.dim)
-            self.criterion = self.library.NTXentLoss(temperature=config.temperature)
-        else:
-            self.head = self.library.MoCoProjectionHead(width, config.hidden or width, config.dim)
-            self.criterion = self.library.NTXentLoss(
-                temperature=config.temperature, memory_bank_size=(config.memory_size, config.dim)
-            )
-            self.slow_backbone, self.slow_head = copy.deepcopy(self.backbone), copy.deepcopy(self.head)
-            for part in (self.slow_backbone, self.slow_head):
-                self.library.deactivate(part)
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        if self.config.method == "simclr":
-            simclr: Tensor = self.criterion(self._query(first), self._query(second))
-            return simclr
-        for fast, slow in ((self.backbone, self.slow_backbone), (self.head, self.slow_head)):
-            self.library.update_momentum(fast, slow, self.config.key_momentum)
-        one = self.criterion(self._query(first), self._key(second))
-        two = self.criterion(self._query(second), self._key(first))
-        moco: Tensor = 0.5 * (one + two)
-        return moco
-
-    def _query(self, view: Tensor) -> Any:
-        return self.head(self.backbone(view))
-
-    def _key(self, view: Tensor) -> Any:
-        with torch.no_grad():
-            shuffled, order = self.library.shuffle(view)
-            return self.library.unshuffle(self.slow_head(self.slow_backbone(shuffled)), order)
-
-    def transform(self, side: int) -> Any:
-        """Two views of a PIL image; no blur, and the weaker jitter that lightly advises for small images."""
-        if self.config.method == "simclr":
-            return self.library.SimCLRTransform(input_size=side, cj_strength=0.5, gaussian_blur=0.0)
-        return self.library.MoCoV2Transform(input_size=side, gaussian_blur=0.0)
+#: Settings of ours that stand in a row.
+ABOUT = ("method", "backbone", "batch_size", "data", "symmetric", "key_batchnorm")
 
 
 class Pictures(Dataset[Any]):
@@ -125,12 +60,13 @@ class PeerRun:
     """The peer's training: `compute` on a batch that is there, `end_to_end` with its loader."""
 
     def __init__(
-        self, config: TrainConfig, inputs: Inputs, device: torch.device, *, workers: int, compiled: bool
+        self, name: str, config: TrainConfig, inputs: Inputs, device: torch.device, *, workers: int, compiled: bool
     ) -> None:
+        """name: one of `PEERS`."""
         torch.manual_seed(config.seed)
         self.device, self.cuda = device, device.type == "cuda"
         self.layout = torch.channels_last if self.cuda else torch.contiguous_format
-        peer = Peer(config, inputs.train.shape)
+        peer = PEERS[name](config, inputs.train.shape)
         side = inputs.train.shape[-1]
         everything = torch.arange(len(inputs.train))
         arrays = inputs.train.images(everything).permute(0, 2, 3, 1).contiguous().numpy()
@@ -189,8 +125,37 @@ def our_compute(step: TrainingStep) -> Callable[[], object]:
     return capture(compute, step.generator) if step.graph is not None and step.graph.why_not is None else compute
 
 
+@dataclass(frozen=True)
+class Comparison(Case):
+    """Our config, and the peer it is held against."""
+
+    peer: str = "lightly"
+
+
+def comparisons(methods: Sequence[str] = METHODS, **settings: Any) -> list[Comparison]:
+    """What is measured, by the recipe `standard`; settings: fields of TrainConfig on top of it.
+
+    Ours normalises MoCo's keys by running statistics and so takes both views in one pass; the peers do it by those of
+    each batch, and so does the row that says so.
+    """
+    batch = {"key_batchnorm": "batch"}
+    known: list[tuple[MethodName, str, str, dict[str, Any]]] = [
+        ("simclr", "SimCLR", "lightly", {}),
+        ("moco", "MoCo", "lightly", {}),
+        ("moco", "MoCo with batch statistics", "lightly", batch),
+        ("moco", "asymmetric MoCo with batch statistics", "plain PyTorch", batch | {"symmetric": False}),
+    ]
+    for unknown in set(methods) - set(METHODS):
+        raise UserError(suggest("method", unknown, METHODS))
+    return [
+        Comparison(f"{name}, {peer}", dataclasses.replace(recipes.standard(method), **own, **settings), peer=peer)
+        for method, name, peer, own in known
+        if method in methods
+    ]
+
+
 def compare(
-    config: TrainConfig,
+    case: Comparison,
     *,
     device: torch.device,
     workers: int,
@@ -198,39 +163,42 @@ def compare(
     count: int,
     length: int,
     compile_peer: bool = False,
-) -> list[dict[str, Any]]:
-    """Two rows: end to end and compute only, ours and lightly's, in milliseconds per step."""
+) -> Iterator[dict[str, Any]]:
+    """Two rows: end to end and compute only, ours and the peer's, in milliseconds per step."""
+    config = case.config
     inputs = images.load(config, torch.device("cpu"))
-    peer = PeerRun(config, inputs, device, workers=workers, compiled=compile_peer)
+    peer = PeerRun(case.peer, config, inputs, device, workers=workers, compiled=compile_peer)
     for _ in range(warm_up + 3 * AHEAD * workers):  # until what was loaded ahead is used up
         peer.end_to_end()
-    (theirs_whole,) = windows([peer.end_to_end], device, count=count, length=length)
+    (theirs,) = windows([peer.end_to_end], device, count=count, length=length)
     peer.close()
 
     step = TrainingStep(config, images.load(config, device), fabric=build_fabric(config))
     step.fill_memory()
     for _ in range(max(warm_up, WARM_UP + 2) if step.graph is not None else warm_up):
         step()
-    (ours_whole,) = windows([step], device, count=count, length=length)
+    about = {name: getattr(config, name) for name in ABOUT} | {"peer": case.peer}
+    about |= {"compiled": is_compiled(step), "mode": mode(step), "peer_compiled": compile_peer}
+
+    def row(what: str, ours: list[float], theirs: list[float]) -> dict[str, Any]:
+        return {"name": f"{case.name}, {what}", **about, **_figures(ours, theirs, config.batch_size)}
+
+    (ours,) = windows([step], device, count=count, length=length)
+    yield row("end to end", ours, theirs)
     ours, theirs = windows([our_compute(step), peer.compute], device, count=count, length=length)
-    about = {name: getattr(config, name) for name in ("method", "backbone", "batch_size", "data")}
-    about |= {"ours_compiled": is_compiled(step), "lightly_compiled": compile_peer}
-    return [
-        about | {"what": what, **_figures(ours, theirs, config.batch_size)}
-        for what, ours, theirs in (("end to end", ours_whole, theirs_whole), ("compute only", ours, theirs))
-    ]
+    yield row("compute only", ours, theirs)
 
 
 def _figures(ours: list[float], theirs: list[float], batch: int) -> dict[str, Any]:
     mine, other = statistics.median(ours), statistics.median(theirs)
     return {
         "ours_ms": mine,
-        "lightly_ms": other,
+        "theirs_ms": other,
         "speedup": other / mine,
         "ours_images_per_s": batch / mine * 1e3,
-        "lightly_images_per_s": batch / other * 1e3,
+        "theirs_images_per_s": batch / other * 1e3,
         "ours_windows": [round(t, 4) for t in ours],
-        "lightly_windows": [round(t, 4) for t in theirs],
+        "theirs_windows": [round(t, 4) for t in theirs],
     }
 
 
@@ -239,6 +207,8 @@ def report(
     device: torch.device,
     out: str | None,
     methods: Sequence[str] = METHODS,
+    rows: Sequence[str] = (),
+    append: bool = False,
     data: str | None = None,
     workers: int | None = None,
     warm_up: int,
@@ -246,43 +216,45 @@ def report(
     length: int,
     compile_peer: bool = False,
     **settings: Any,
-) -> Path:
-    """What `duel bench peers` does: a table and the figures as JSON. data None: CIFAR-10 if it is there, else made up.
+) -> tuple[Path, list[str]]:
+    """What `duel bench peers` does: a table and the figures as JSON; returns the file and what failed.
 
-    settings: fields of TrainConfig, on top of the recipe `standard`.
+    rows, append: as for `duel bench step`. data None: CIFAR-10 if it is there, else made up. settings: fields of
+    TrainConfig, on top of the recipe `standard`.
     """
     from rich.console import Console
 
-    lightly()  # missing is to be told before anything is loaded
-    for name in set(methods) - set(METHODS):
-        raise UserError(suggest("method", name, METHODS))
+    cases = chosen(comparisons(methods, device=str(device), **settings), rows)
+    if any(case.peer == "lightly" for case in cases):
+        lightly()  # missing is to be told before anything is loaded
     if min(count, length) < 1:
         raise UserError(f"count and length must be at least 1, got {count} and {length}")
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    versions = {"lightly": importlib.metadata.version("lightly")}
     how = {"workers": workers, "warm_up": warm_up, "count": count, "length": length}
-    call = {"methods": methods, "data": data, "compile_peer": compile_peer, **how, **settings}
-    results = Results("peers", device, out, call, peers=versions, **how)
-    console = Console()
-    for method in methods:
-        config = recipes.standard(method)  # type: ignore[arg-type]
-        config = dataclasses.replace(config, device=str(device), **settings)
-        config = dataclasses.replace(config, data=data or _available(config))
-        with console.status(f"{method}: {config.data}, {workers} loading processes"):
-            rows = compare(
-                config,
-                device=device,
-                workers=workers,
-                warm_up=warm_up,
-                count=count,
-                length=length,
-                compile_peer=compile_peer,
-            )
-        for row in rows:
-            results.add(row)
+    call = {"methods": methods, "rows": rows, "append": append, "data": data, "compile_peer": compile_peer}
+    results = Results("peers", device, out, call | how | settings, append=append, peers=_versions(), **how)
+    console, failed = Console(), []
+    for case in cases:
+        config = dataclasses.replace(case.config, data=data or _available(case.config))
+        case = dataclasses.replace(case, config=config)
+        with console.status(f"{case.name}: {config.data}, {workers} loading processes"), compiled_anew():
+            try:
+                for row in compare(case, device=device, compile_peer=compile_peer, **how):
+                    results.add(row)
+            except UserError:
+                raise
+            except Exception as error:  # one comparison must not lose the others
+                failed.append(f"{case.name}: {first_line(error)}")
     console.print(table(results.rows))
-    return results.path
+    return results.path, failed
+
+
+def _versions() -> dict[str, str]:
+    try:
+        return {"lightly": importlib.metadata.version("lightly")}
+    except importlib.metadata.PackageNotFoundError:
+        return {}
 
 
 def _available(config: TrainConfig) -> str:
@@ -294,11 +266,11 @@ def _available(config: TrainConfig) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Any:
-    shown = tables.table("A training step, ms", ("method", "what"), ("ours", "lightly", "lightly / ours"))
+    shown = tables.table("A training step, ms", ("",), ("ours", "theirs", "theirs / ours"))
     for row in rows:
-        shown.add_row(row["method"], row["what"], *cells(row))
+        shown.add_row(row["name"], *cells(row))
     return shown
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    return [f"{row['ours_ms']:.2f}", f"{row['lightly_ms']:.2f}", f"{row['speedup']:.2f}"]
+    return [f"{row['ours_ms']:.2f}", f"{row['theirs_ms']:.2f}", f"{row['speedup']:.2f}"]

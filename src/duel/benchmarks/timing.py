@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -77,3 +78,11 @@ def capture(call: Callable[[], object], generator: torch.Generator | None = None
     with torch.cuda.graph(graph):
         call()
     return graph.replay  # type: ignore[no-any-return]
+
+
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """What was compiled before does not count towards torch's limit; going on uncompiled beyond it is an error."""
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(fail_on_cache_limit_hit=True):
+        yield
