@@ -220,6 +220,7 @@ def test_figure3_needs_runs(tmp_path: Path) -> None:
 # The command --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(60)
 def test_a_small_form_of_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,7 +256,7 @@ def test_a_small_form_of_everything(
         (["tabel2"], "did you mean 'table2'"),
         (["table2", "--rows", "simcrl"], "did you mean 'simclr'"),
         (["table2", "--jobs", "0"], "jobs must be >= 1"),
-        (["figure3", "--scale", "short", "--out", "nothing", "--minutes", "1e-9"], "no finished runs for figure3"),
+        (["figure3", "--scale", "smoke", "--out", "nothing", "--minutes", "1e-9"], "no finished runs for figure3"),
     ],
 )
 def test_mistakes_are_told(
@@ -267,6 +268,7 @@ def test_mistakes_are_told(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_everything_at_smoke_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """About two and a half minutes on one busy core."""
     monkeypatch.chdir(tmp_path)
