@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import re
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from duel import runs
+from duel import cli, inputs, runs
 from duel.config import TrainConfig
 from duel.errors import UserError
+from duel.machine import PeakMemory
 from duel.reproduce import execute as execution
 from duel.reproduce import reproduce, runner, store
-from duel.reproduce.estimate import plan_lines, seconds_of
-from duel.reproduce.execute import Outcome
+from duel.reproduce.estimate import Estimate, plan_lines, seconds_of
+from duel.reproduce.evidence import Evidence
+from duel.reproduce.execute import Job, Outcome
 from duel.reproduce.fingerprint import fingerprint
-from duel.reproduce.plan import GRIDS, SCALES, Planned, runs_of, set_aside
+from duel.reproduce.plan import GRIDS, SCALES, Data, Planned, encoded_images, runs_of, set_aside
 from duel.reproduce.rows import ROWS
+from duel.reproduce.sharing import SharedClock
 from duel.signals import StopRequest
+from duel.training import RunResult
+
+REPOSITORY = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +73,8 @@ def test_table2_is_the_issue_s_grid_and_whole_seeds_come_first() -> None:
     seeds = [p.config.seed for p in plan]
     assert seeds == sorted(seeds)
     one = [(p.row.name, p.config.bias) for p in plan if p.config.seed == 2]
-    assert one[:5] == [("simclr", 1), ("simclr", 3), ("simclr", 9), ("simclr", 27), ("d-simclr-literal", 1)]
+    assert one[:2] == [("simclr", 27), ("d-simclr-literal", 27)]
+    assert [bias for _, bias in one] == [27] * 6 + [1] * 6 + [9] * 6 + [3] * 6
     for p in plan:
         assert (p.config.steps, p.config.backbone, p.config.batch_size) == (5000, "resnet18", 256)
         assert p.config.bias_mode == "draw"
@@ -77,8 +90,8 @@ def test_the_tuning_has_seeds_of_its_own() -> None:
     assert {p.config.seed for p in runs_of("tuning", "short")} == set(scale.tuned_on)
     assert {p.config.seed for p in runs_of("tuning", "short", seeds=(7,))} == {7}
     everything = runs_of("all", "short")
-    assert {p.config.seed for p in everything} == {*scale.seeds, *scale.tuned_on}
-    assert not any("-tune-" in p.row.name for p in everything if p.config.seed in scale.seeds)
+    assert {p.config.seed for p in everything} == {*scale.seeds, *scale.more_seeds, *scale.tuned_on}
+    assert not any("-tune-" in p.row.name for p in everything if p.config.seed not in scale.tuned_on)
     assert everything[0].config.seed == scale.seeds[0]  # evidence first
     balanced = {p.row.name for p in runs_of("tuning", "short") if p.config.bias == 1}
     assert balanced == {"simclr", "moco"}  # for the gap
@@ -88,6 +101,71 @@ def test_the_tuning_has_seeds_of_its_own() -> None:
     assert set_aside("table2", "short", (2, 3)) is None
     assert set_aside("table2", "digits", (0,)) is None
     assert {p.config.seed for p in runs_of("tuning", "digits")} == set(SCALES["digits"].seeds)
+
+
+def test_grids_that_compare_us_have_five_paired_seeds() -> None:
+    for grid, short in {"framework": 5, "rivals": 5, "controls": 5, "table2": 3, "negative-free": 3}.items():
+        assert {p.config.seed for p in runs_of(grid, "short")} == set(range(2, 2 + short))
+        assert {p.config.seed for p in runs_of(grid, "digits")} == set(range(5))
+        assert {p.config.seed for p in runs_of(grid, "paper")} == {0}
+
+
+def test_what_a_run_encodes_is_known_beforehand() -> None:
+    """By the committed results."""
+    for path in (REPOSITORY / "results" / store.RUNS).glob("*-seed0-*.json"):
+        record = store.read(path)
+        assert encoded_images(record.config) == record.budget("images_encoded")
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_longer_rows_encode_as_many_images_as_ours(scale: str) -> None:
+    plan = {p.row.name: p for p in runs_of("rivals", scale, seeds=(2,))}
+    longer = [p for p in plan.values() if p.row.as_many_as]
+    assert {p.row.name.removesuffix("-longer") for p in longer} == {
+        "simclr", "simclr-debiased", "simclr-temperature", "moco", "moco-temperature",
+    }  # fmt: skip
+    for p in longer:
+        ours = plan[p.row.as_many_as or ""].config
+        assert abs(encoded_images(p.config) - encoded_images(ours)) <= 2 * ours.batch_size
+        shorter = plan[p.row.name.removesuffix("-longer")].config
+        assert p.config.differences(shorter) == [f"steps: {p.config.steps} -> {shorter.steps}"]
+
+
+def test_a_longer_row_stands_beside_the_others() -> None:
+    (planned,) = runs_of("rivals", "short", rows=["simclr-longer"], seeds=(2,))
+    assert planned.config.steps == 12_564
+    record = fake(planned.config, row="simclr-longer")
+    assert record.own_length
+    assert not fake(TrainConfig(steps=100)).own_length
+    assert Evidence([record], SCALES["short"]).runs("simclr-longer", Data(27.0)) == [record]
+
+
+def test_a_small_memory_has_to_choose_from_a_subset() -> None:
+    """Digits at ×27 are 164."""
+    for scale, slots in {"short": 1024, "paper": 1024, "digits": 128, "smoke": 64}.items():
+        plan = runs_of("subset", scale, rows=["d-simclr-ours-small", "d-moco-ours-small"], biases=[27.0], seeds=(2,))
+        assert {p.config.memory_size for p in plan} == {slots}
+        for p in plan:
+            ours = runs_of("subset", scale, rows=[p.row.name.removesuffix("-small")], biases=[27.0], seeds=(2,))
+            changed = {line.split(":")[0] for line in p.config.differences(ours[0].config)}
+            assert "memory_size" in changed
+            assert changed <= {"memory_size", "refresh"}
+
+
+def test_methods_without_negatives_have_memories_too() -> None:
+    plan = runs_of("negative-free", "short", seeds=(2,), biases=[27.0])
+    found = {p.row.name: p.config for p in plan}
+    for method in ("simsiam", "byol"):
+        assert found[method].source == "stream"
+        duel = found[f"{method}-memory-duel"]
+        assert (duel.source, duel.memory_policy, duel.score) == ("memory", "duel", "exponential:0.05")
+        assert duel.differences(found[f"{method}-memory-oracle"]) == ["policy: duel -> oracle"]
+        assert duel.differences(found[f"{method}-memory-fifo"]) == ["policy: duel -> fifo"]
+
+
+def test_digits_are_measured_while_they_train() -> None:
+    config = runs_of("figure3", "digits")[0].config
+    assert config.knn_every == config.log_every == 20
 
 
 def test_a_row_differs_from_its_rival_in_the_policy_only() -> None:
@@ -167,6 +245,8 @@ def test_a_cut_run_goes_on_where_it_stopped(
     """The second call resumes; the result is, bit for bit, that of a run that was never cut."""
     smoke(out="whole")
     capsys.readouterr()
+    half = partial(execution.execute, clock=lambda: time.monotonic() / 2)
+    monkeypatch.setattr(runner, "execute", half)
     with monkeypatch.context() as patch:
         patch.setattr("duel.training.StopRequest", StopsAfterFour)
         done = smoke(minutes=60.0)
@@ -180,6 +260,8 @@ def test_a_cut_run_goes_on_where_it_stopped(
     assert resumed.values["evaluation"]["probe"] == whole.values["evaluation"]["probe"]
     assert resumed.over_time("loss") == whole.over_time("loss")
     assert resumed.budget("images_encoded") == whole.budget("images_encoded")
+    assert whole.budget("share") == 1
+    assert resumed.budget("share") == pytest.approx(0.5, abs=2e-3)
 
 
 def test_no_run_is_begun_when_the_time_is_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +291,64 @@ def test_a_failing_run_is_recorded_and_the_rest_goes_on(
     assert not list(Path("results/errors").glob("*.json"))
 
 
+def test_training_that_diverges_is_a_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = execution.train
+
+    def astray(config: TrainConfig, **given: Any) -> RunResult:
+        return real(dataclasses.replace(config, lr=1e30), **given)
+
+    monkeypatch.setattr(execution, "train", astray)
+    assert smoke().complete
+    said = json.loads(capsys.readouterr().out)
+    assert said["status"] == "diverged"
+    assert not Path("results/errors").exists()
+    (record,) = store.failures([Path("results")]).values()
+    assert record.failed == said["message"]
+    assert re.fullmatch(r"diverged at step [2-9]", record.failed)
+    assert not Path("runs/reproduce", record.values["name"]).exists()
+    assert store.load([Path("results")]) == {}
+    assert smoke().complete
+    assert capsys.readouterr().out == ""
+    smoke(dry_run=True)
+    assert "1 of 1 finished, 1 diverged" in capsys.readouterr().out
+
+
+def test_missing_data_are_said_once() -> None:
+    with pytest.raises(UserError, match="cifar10 was not found at 'nowhere"):
+        reproduce("table2", scale="short", root="nowhere", rows=["simclr"], device="cpu")
+    assert not list(Path.cwd().iterdir())
+
+
+def test_data_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(data: str, *, split: str, download: bool, **given: Any) -> str:
+        asked.append((data, split, download))
+        return data
+
+    monkeypatch.setattr(inputs, "load", load)
+    with inputs.keep_sources():
+        runner._find_data(runs_of("table2", "short", free={"download": True}))
+    assert asked == [("cifar10", "train", True), ("cifar10", "test", True)]
+
+
+def test_the_command_passes_on_what_the_machine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def stand_in(what: str, **options: Any) -> runner.Done:
+        given.update(options)
+        return runner.Done(1, 1, 0, False)
+
+    monkeypatch.setattr(runner, "reproduce", stand_in)
+    options = ["--commit", "abc", "--work", "here", "--compile", "False", "--dry-run"]
+    assert cli.main(["reproduce", "table2", *options]) == 0
+    assert (given["commit"], given["work"], given["machine"]) == ("abc", "here", {"compile": False})
+    assert cli.main(["reproduce", "table2", "--dry-run"]) == 0
+    assert (given["commit"], given["work"], given["machine"]) == (None, "runs/reproduce", {"compile": None})
+
+
 def test_a_lost_device_ends_the_process_s_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "_clean_up", lambda: False)
     monkeypatch.setattr(execution, "train", lambda *args, **given: 1 / 0)
@@ -225,7 +365,7 @@ def test_a_dry_run_prints_the_plan_and_does_nothing(capsys: pytest.CaptureFixtur
     smoke(dry_run=True, biases=())
     text = capsys.readouterr().out
     assert "4 runs" in text
-    assert "x1 x3 x9 x27" in text
+    assert "x27 x1 x9 x3" in text
     assert not list(Path.cwd().iterdir())
 
 
@@ -237,11 +377,8 @@ class MortalPool:
     def __init__(self, *args: object, **given: object) -> None:
         MortalPool.made += 1
 
-    def __enter__(self) -> MortalPool:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        pass
+    def shutdown(self, *, wait: bool) -> None:
+        assert wait
 
     def submit(self, function: object, planned: Planned, job: object) -> Future[Outcome]:
         future: Future[Outcome] = Future()
@@ -265,6 +402,30 @@ def test_a_process_that_dies_costs_only_the_runs_under_way(
     assert len(list(Path("results/errors").glob("*.json"))) == 2
 
 
+class DeafPool(ProcessPoolExecutor):
+    """Its processes hang whatever they are given."""
+
+    def __init__(self, jobs: int, **given: Any) -> None:
+        super().__init__(jobs, mp_context=given["mp_context"])
+
+    def submit(self, *given: Any) -> Future[Any]:  # type: ignore[override]
+        return super().submit(time.sleep, 600)
+
+
+def test_processes_that_do_not_stop_in_time_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", DeafPool)
+    monkeypatch.setattr(runner, "GRACE", 0.1)
+    job = Job(Path("results"), Path("work"), time.monotonic() + 1, 1, keep=False, quiet=True)
+    hung, waiting = runner._side_by_side(runs_of("table2", "smoke", rows=["simclr"], biases=[1.0, 27.0]), job)
+    assert (hung.status, waiting.status) == ("failed", "not started")
+    assert hung.message.startswith("did not stop in time")
+    (error,) = Path("results/errors").glob("*.json")
+    assert "did not stop in time" in json.loads(error.read_text())["error"]
+    for process in multiprocessing.active_children():
+        process.join(60)
+        assert not process.is_alive()
+
+
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives() -> None:
     assert smoke(jobs=2, biases=(1.0, 27.0), out="two").complete
@@ -273,6 +434,46 @@ def test_two_processes_give_what_one_gives() -> None:
     assert one.keys() == two.keys()
     for key, record in one.items():
         assert record.values["evaluation"]["probe"] == two[key].values["evaluation"]["probe"]
+        assert 0.5 <= (two[key].budget("share") or 0) <= 1
+
+
+# The budget -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_s_share_of_the_device_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("duel.reproduce.sharing.time", SimpleNamespace(monotonic=lambda: now))
+    clock = SharedClock(multiprocessing.get_context("spawn"))
+    with clock.at_work():
+        first = clock()
+        now = 110.0
+        with clock.at_work():
+            second = clock()
+            now = 120.0
+            assert clock() - second == 5
+        now = 126.0
+        assert clock() - first == 10 + 5 + 6
+    before = clock()
+    now = 500.0
+    with clock.at_work():
+        assert clock() == before  # nobody was at work
+
+
+def test_gpu_seconds_are_the_run_s_share() -> None:
+    attempt = {"hardware": {"gpu": "G"}}
+    runs.write_json(Path(runs.META), {"attempts": [attempt], "budget": {"seconds": 40.0}})
+    result = RunResult(Path(), 10, True, seconds=40.0, device_seconds=12.0)
+    budget = execution._budget(Path(), result, 4, {"seconds": 3.0})
+    assert budget == {"seconds": 40.0, "jobs": 4, "share": 0.3, "gpu_seconds": 12.0, "evaluation_seconds": 3.0}
+
+
+def test_peak_memory_is_the_run_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"init": None, "reset_peak_memory_stats": None, "memory_allocated": 3 << 30}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    peak = PeakMemory(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 << 30)
+    assert peak.mib() == 2048
+    assert PeakMemory(torch.device("cpu")).mib() is None
 
 
 # The store and the estimate ---------------------------------------------------------------------------------
@@ -352,20 +553,38 @@ def test_the_estimate_comes_from_the_nearest_finished_runs() -> None:
     config = TrainConfig(steps=1000)
     near = fake(config)
     far = fake(
-        TrainConfig(steps=100, method="moco"),
-        budget={"steps": 100, "seconds": 60.0, "jobs": 1, "evaluation_seconds": 0.0},
+        TrainConfig(steps=100, method="moco", symmetric=True),
+        budget={"steps": 100, "seconds": 60.0, "jobs": 3, "share": 0.5, "evaluation_seconds": 4.0},
+        hardware={"gpu": "G"},
     )
-    assert seconds_of(config, [near, far]) == pytest.approx(20 / 2 * 10 + 4 / 2)
-    assert seconds_of(TrainConfig(steps=100, method="byol"), [near, far]) == pytest.approx((12 + 60) / 2)
-    assert seconds_of(config, [near], hardware="another") is None
+    here = 20 / 2 * 10 + 4 / 2
+    assert seconds_of(config, [near, far]) == Estimate(pytest.approx(here), None)
+    assert seconds_of(config, [near], "another") == Estimate(pytest.approx(here), None)
+    assert seconds_of(config, [far]) == Estimate(pytest.approx(60 * 0.5 * 10 / 2 + 2), "G")  # half as many images
     assert seconds_of(TrainConfig(steps=100, backbone="resnet50"), [near, far]) is None
-    plan = runs_of("table2", "short", rows=("simclr",), biases=(1.0,), seeds=(0, 1))
-    assert "2 of unknown length" in plan_lines(plan, {}, Path(), jobs=1)[0]
+    byol = TrainConfig(steps=100, method="byol")
+    assert seconds_of(byol, [near, dataclasses.replace(far, values={**far.values, "hardware": {}})]) == Estimate(
+        pytest.approx(60 * 0.5 + 2), None
+    )
+
+
+def test_the_plan_says_how_long_each_seed_takes_and_where() -> None:
+    plan = runs_of("table2", "short", rows=("simclr",), biases=(1.0, 27.0), seeds=(0, 1))
+    lines = plan_lines(plan, {}, Path(), jobs=1)
+    assert lines[0].endswith("0 are finished; to go: 4 of unknown length")
+    assert lines[-1] == "seed 1: 2 runs to go, 2 of unknown length"
+    one = fake(plan[0].config, hardware={"gpu": "G"}, budget={
+        "steps": 5000, "seconds": 230.0, "jobs": 4, "share": 0.25, "evaluation_seconds": 10.0
+    })  # fmt: skip
+    lines = plan_lines(plan, {one.hash: one}, Path(), jobs=1)
+    assert lines[0].endswith("1 are finished; to go: about 3.0 min as on G")
+    assert lines[-2:] == [
+        "seed 0: 1 runs to go, about 1.0 min as on G",
+        "seed 1: 2 runs to go, about 2.0 min as on G",
+    ]
 
 
 def test_the_commit_may_be_told_where_git_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(runs.COMMIT_VARIABLE, "f00d")
     monkeypatch.setenv("PATH", "")
-    import torch
-
     assert runs.describe(torch.device("cpu"))["commit"] == "f00d"

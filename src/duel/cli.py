@@ -23,6 +23,7 @@ from .errors import UserError, suggest
 from .evaluation.settings import EvaluationSettings
 from .messages import as_options, plain_warnings
 from .names import POLICIES
+from .reproduce.command import WORK
 
 USER_MISTAKE, INTERRUPTED = 2, 130
 #: What the extra [train] brings, by the names of the modules.
@@ -239,7 +240,7 @@ class Reproduce:
     """smoke: proves the machinery, no more. digits: the demo's runs, seconds each on a CPU. short: ResNet-18, 5,000
     steps. paper: ResNet-50, 40,000 steps, its own recipe."""
     seeds: tuple[int, ...] = ()
-    """Seeds; by default 2 to 4 (short; its tuning 0 and 1), 0 to 4 (digits) or 0."""
+    """Seeds; by default 2 to 4 (short; framework, rivals and controls 2 to 6, tuning 0 and 1), 0 to 4 (digits) or 0."""
     rows: tuple[str, ...] = ()
     """Only these rows, by the names that --dry-run prints."""
     biases: tuple[float, ...] = ()
@@ -247,7 +248,8 @@ class Reproduce:
     steps: int | None = None
     """Another length of training than the scale's; such runs have a section of their own on the page."""
     minutes: float | None = None
-    """Stop after so many minutes; runs under way are saved and continued by the next call."""
+    """Stop after so many minutes; runs under way are saved and continued by the next call. With several jobs, a process
+    that has not stopped two minutes later is killed."""
     jobs: int = 1
     """Runs at a time, each in its own process, on the same device."""
     root: str = "data"
@@ -256,10 +258,16 @@ class Reproduce:
     """Download the data set if it is missing."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    compile: bool | None = None
+    """Compile the encoder, in every run or in none. None: on a GPU, for long runs."""
     out: str | None = None
     """Folder of results, one JSON a run; by default results (smoke: runs/smoke/results)."""
+    work: str = WORK
+    """Folder of runs under way."""
     docs: str | None = None
     """Folder of the page and figures; by default docs (smoke: runs/smoke/docs)."""
+    commit: str | None = None
+    """Commit to be written into the results where there is no git checkout to ask."""
     dry_run: bool = False
     """Print the plan and do nothing."""
 

@@ -1,4 +1,4 @@
-"""Which device and which precision a run gets."""
+"""Which device and which precision a run gets, and how much memory it takes there."""
 
 from __future__ import annotations
 
@@ -54,6 +54,23 @@ def build_fabric(config: TrainConfig) -> Fabric:
             devices=1 if device.index is None else [device.index],
             precision="bf16-mixed" if precision == "bf16" else "32-true",
         )
+
+
+class PeakMemory:
+    """Most memory that tensors take on a GPU from now on, beyond what this process holds there already."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.held = device, 0
+        if device.type == "cuda":
+            torch.cuda.init()  # there are no statistics before
+            torch.cuda.reset_peak_memory_stats(device)
+            self.held = torch.cuda.memory_allocated(device)
+
+    def mib(self) -> int | None:
+        """None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        return round((torch.cuda.max_memory_allocated(self.device) - self.held) / 2**20)
 
 
 def _fabric_class() -> type[Fabric]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from .checkpoint import CheckpointError
 from .config import TrainConfig
 from .errors import UserError
 from .inputs import Inputs
-from .machine import build_fabric
+from .machine import PeakMemory, build_fabric
 from .runlog import RunLog
 from .signals import StopRequest
 from .step import TrainingStep
@@ -47,10 +48,15 @@ class RunResult:
     """What stopped the run, if it is not finished: a signal or `signals.TIME_LIMIT`."""
     labelled: bool = True
     """Whether the data have labels, so that the run can be evaluated on them."""
+    device_seconds: float = 0.0
+    """As `seconds`, by the clock that `train` was given."""
 
 
 class NonFiniteLoss(UserError):
     """Training went astray; the message says where, and what to try."""
+
+    step = 0
+    """The first step, counted from 1, that was not finite."""
 
 
 def train(
@@ -61,25 +67,25 @@ def train(
     label: str | None = None,
     console: Console | None = None,
     until: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> RunResult:
     """Train as `config` says, in its run directory; `duel.runs` says what is written there.
 
     resume: continue from the newest good checkpoint; on the CPU the result is, bit for bit, the same as without the
     interruption. overwrite: delete the run that the directory holds. label: what the progress bar says. until: stop
-    and save at that time of `time.monotonic`, to be resumed.
+    and save at that time of `time.monotonic`, to be resumed. clock: one that counts only this run's share of the
+    device's time.
     """
     console = console or Console(stderr=True)
     out = runs.check_out(config, resume=resume, overwrite=overwrite)
     fabric = build_fabric(config)
-    if fabric.device.type == "cuda":
-        torch.cuda.init()  # there are no statistics before
-        torch.cuda.reset_peak_memory_stats(fabric.device)
+    peak = PeakMemory(fabric.device)
     inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
     step = TrainingStep(config, inputs, fabric=fabric)
-    seconds = _restore(step, out, console) if resume else 0.0
+    spent = _restore(step, out, console) if resume else (0.0, 0.0)
     runs.prepare(out, config, overwrite=overwrite)
     inputs.save_subset(out)
-    loop = _Loop(config, step, inputs, out, seconds)
+    loop = _Loop(config, step, inputs, out, spent, clock)
     meta = runs.read_meta(out) if resume else {}
     attempts = [*meta.get("attempts", []), {**runs.describe(fabric.device), "from_step": step.done}]
     runs.write_json(out / runs.META, {**meta, "attempts": attempts, "finished": None})
@@ -88,7 +94,7 @@ def train(
         "steps": result.steps,
         "images_encoded": step.images_encoded,
         "seconds": round(result.seconds, 3),
-        "peak_gpu_memory_mb": _peak_memory(fabric.device, meta),
+        "peak_gpu_memory_mb": _peak(peak.mib(), meta),
     }
     ended = datetime.now(UTC).isoformat(timespec="seconds")
     runs.write_json(
@@ -104,16 +110,14 @@ def train(
     return result
 
 
-def _peak_memory(device: torch.device, before: dict[str, Any]) -> int | None:
-    """Most memory that tensors took on the GPU at any time, in MiB, over all attempts; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    earlier = before.get("budget", {}).get("peak_gpu_memory_mb") or 0
-    return max(earlier, round(torch.cuda.max_memory_allocated(device) / 2**20))
+def _peak(now: int | None, before: dict[str, Any]) -> int | None:
+    """The most of this attempt and of those before it; None on a CPU."""
+    earlier = before.get("budget", {}).get("peak_gpu_memory_mb")
+    return now if now is None or earlier is None else max(now, earlier)
 
 
-def _restore(step: TrainingStep, out: Path, console: Console) -> float:
-    """Put the newest good checkpoint into `step`; returns the seconds spent before it."""
+def _restore(step: TrainingStep, out: Path, console: Console) -> tuple[float, float]:
+    """Put the newest good checkpoint into `step`; returns the seconds spent before it, also by the clock given then."""
     # images that are kept on the host may not fit on the device
     where = "cpu" if step.config.memory_images == "host" else step.device
     path, state, problems = runs.load_latest(out, map_location=where)
@@ -121,32 +125,48 @@ def _restore(step: TrainingStep, out: Path, console: Console) -> float:
         console.print(f"warning: {problem}; falling back to the one before it", soft_wrap=True, markup=False)
     if path is None:
         console.print(f"{out} has no checkpoint yet; starting from the beginning", soft_wrap=True, markup=False)
-        return 0.0
+        return 0.0, 0.0
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {state.get('format')!r}, this version reads {FORMAT}; start again with --overwrite"
         )
     step.load_state_dict(state["training"])
     console.print(f"resuming {out} at step {step.done} of {step.steps}", soft_wrap=True, markup=False)
-    return float(state["seconds"])
+    return float(state["seconds"]), float(state.get("device_seconds", state["seconds"]))
 
 
 class _Loop:
     """The steps of one attempt, and what happens between them."""
 
-    def __init__(self, config: TrainConfig, step: TrainingStep, inputs: Inputs, out: Path, seconds: float) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        step: TrainingStep,
+        inputs: Inputs,
+        out: Path,
+        spent: tuple[float, float],
+        clock: Callable[[], float],
+    ) -> None:
         self.config, self.step, self.inputs, self.out = config, step, inputs, out
         self.folder = out / runs.CHECKPOINTS
-        self.before = seconds
-        self.began = time.monotonic()
+        self.before, self.clock = spent, clock
+        self._begin()
         self.metrics: dict[str, float] = {}
         self._mentioned = False
         self.instruments = inputs.instruments(config, step.memory)
         self.saved_at = step.done if checkpoint.checkpoints(self.folder) else -1
 
+    def _begin(self) -> None:
+        self.began = time.monotonic(), self.clock()
+        self._tick = (self.began[0], self.step.done)
+
     @property
     def seconds(self) -> float:
-        return self.before + time.monotonic() - self.began
+        return self.before[0] + time.monotonic() - self.began[0]
+
+    @property
+    def device_seconds(self) -> float:
+        return self.before[1] + self.clock() - self.began[1]
 
     def run(self, label: str, console: Console, until: float | None = None) -> RunResult:
         config, step = self.config, self.step
@@ -171,8 +191,7 @@ class _Loop:
                 if stop.requested:
                     break
             log.doing("")
-            self.began = time.monotonic()
-            self._tick = (self.began, step.done)
+            self._begin()
             while step.done < step.steps and not stop.requested:
                 self._step()
                 log.advance(step.done)
@@ -191,7 +210,8 @@ class _Loop:
                     f"Continue with: duel train --out {self.out} --resume"
                 )
         labelled = self.inputs.train.labels is not None
-        return RunResult(self.out, step.done, finished, self.metrics, self.seconds, stop.name, labelled)
+        spent, shared = self.seconds, self.device_seconds
+        return RunResult(self.out, step.done, finished, self.metrics, spent, stop.name, labelled, shared)
 
     def _warn_of_size(self, log: RunLog) -> None:
         config, slots = self.config, slots_for(self.config, self.inputs)
@@ -269,7 +289,8 @@ class _Loop:
         """Write a checkpoint, but never one that is not good. `must`: nothing comes after it."""
         if not self.step.is_finite():
             raise self._astray(self.step.bad_step())
-        state = {"format": FORMAT, "training": self.step.state_dict(), "seconds": self.seconds, **self._inputs_state()}
+        spent = {"seconds": self.seconds, "device_seconds": self.device_seconds}
+        state = {"format": FORMAT, "training": self.step.state_dict(), **spent, **self._inputs_state()}
         try:
             checkpoint.save(self.folder, self.step.done, state, keep=self.config.keep)
             self.saved_at = self.step.done
@@ -288,9 +309,11 @@ class _Loop:
         what = "a weight" if bad is None else "the loss"
         kept = checkpoint.checkpoints(self.folder)
         last_good = f"the last good checkpoint is {kept[-1]}" if kept else "no checkpoint had been written yet"
-        return NonFiniteLoss(
+        error = NonFiniteLoss(
             f"{what} became NaN or infinite at step {step + 1} (learning rate {self.step.lr_at(step):.3g}); "
             f"{last_good}. "
             f"Try a lower --lr (now {self.config.lr:g}), a longer --warmup (now {self.config.warmup} steps), --clip 1, "
             "or --precision fp32, in a new run"
         )
+        error.step = step + 1
+        return error

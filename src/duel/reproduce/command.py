@@ -9,6 +9,7 @@ from ..errors import UserError, suggest
 from .plan import GRIDS, SCALES
 
 FIGURES = ("figure1", "figure-mcp", "figure3", "scores")
+WORK = "runs/reproduce"
 WHAT = ("all", *(name for name in GRIDS if name not in FIGURES), *FIGURES, "page")
 
 
@@ -30,8 +31,11 @@ def produce(
     root: str = "data",
     download: bool = False,
     device: str = "auto",
+    compile: bool | None = None,
     out: str | None = None,
+    work: str = WORK,
     docs: str | None = None,
+    commit: str | None = None,
     dry_run: bool = False,
 ) -> int:
     """Returns the exit status: 0 done, 1 something failed or is left to do, 130 interrupted."""
@@ -56,7 +60,10 @@ def produce(
             root=root,
             download=download,
             device=device,
+            machine={"compile": compile},
             out=results,
+            work=work,
+            commit=commit,
             finished_in=(results,),
             dry_run=dry_run,
         )

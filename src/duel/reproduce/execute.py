@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,11 +21,12 @@ from .. import runs
 from ..runlog import read_metrics
 from ..signals import TIME_LIMIT
 from ..trained import evaluate
-from ..training import train
+from ..training import NonFiniteLoss, RunResult, train
 from . import store
 from .plan import Planned
 
-Status = Literal["finished", "cut", "failed", "interrupted", "not started"]
+Status = Literal["finished", "diverged", "cut", "failed", "interrupted", "not started"]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,17 @@ class Outcome:
     """Nothing more can be run on the GPU by this process."""
 
 
-def execute(planned: Planned, job: Job) -> Outcome:
-    """Never raises for what goes wrong in the run itself: that is recorded, and tried again by the next call."""
+def execute(planned: Planned, job: Job, clock: Clock = time.monotonic) -> Outcome:
+    """Never raises for what goes wrong in the run itself: that is recorded, and tried again by the next call, unless it
+    is a result.
+
+    clock: one that counts only this process's share of the device's time.
+    """
     if job.until is not None and time.monotonic() >= job.until:
         return Outcome(planned, "not started")
     folder = job.work / planned.name
     try:
-        return _execute(planned, job, folder)
+        return _execute(planned, job, folder, clock)
     except KeyboardInterrupt:
         return Outcome(planned, "interrupted", "interrupted while measuring; the next call measures again")
     except Exception as error:
@@ -88,42 +94,62 @@ def _clean_up() -> bool:
     return True
 
 
-def _execute(planned: Planned, job: Job, folder: Path) -> Outcome:
+def _execute(planned: Planned, job: Job, folder: Path, clock: Clock) -> Outcome:
     config = dataclasses.replace(planned.config, out=str(folder))
     console = Console(file=open(os.devnull, "w")) if job.quiet else Console(stderr=True)  # noqa: SIM115
     started = (folder / runs.CONFIG).is_file()
-    result = train(config, resume=started, label=planned.name, console=console, until=job.until)
+    try:
+        result = train(config, resume=started, label=planned.name, console=console, until=job.until, clock=clock)
+    except NonFiniteLoss as error:
+        failed = f"diverged at step {error.step}"
+        _write(planned, job, folder, failed=failed)
+        return Outcome(planned, "diverged", failed)
     if not result.finished:
         by = result.stopped_by
         return Outcome(planned, "cut" if by == TIME_LIMIT else "interrupted", f"stopped after step {result.steps}")
     found = evaluate(folder, device=config.device, root=config.root, settings=planned.scale.evaluation, cache=False)
-    values = document(planned, folder, found, job.jobs)
-    store.write(job.out, planned.name, values)
-    if not job.keep:
-        shutil.rmtree(folder)
+    measured = {k: v for k, v in found.items() if k not in ("run", "origin")}
+    values = _write(planned, job, folder, evaluation=measured, budget=_budget(folder, result, job.jobs, found))
     return Outcome(planned, "finished", values=values)
 
 
-def document(planned: Planned, folder: Path, evaluation: dict[str, Any], jobs: int) -> dict[str, Any]:
+def _write(planned: Planned, job: Job, folder: Path, **came_of_it: Any) -> dict[str, Any]:
+    values = document(planned, folder, **came_of_it)
+    store.write(job.out, planned.name, values)
+    if not job.keep:
+        shutil.rmtree(folder)
+    return values
+
+
+def document(planned: Planned, folder: Path, **came_of_it: Any) -> dict[str, Any]:
     """The result of a run as it is stored: nothing about where on this machine it happened."""
-    meta = runs.read_meta(folder)
-    last = meta["attempts"][-1]
-    budget = {**meta["budget"], "jobs": jobs, "evaluation_seconds": evaluation["seconds"]}
-    budget["gpu_seconds"] = round(budget["seconds"] / jobs, 3) if "gpu" in last["hardware"] else None
+    attempts = runs.read_meta(folder)["attempts"]
+    last = attempts[-1]
     return {
         "row": planned.row.name,
         "scale": planned.scale.name,
         "hash": planned.hash,
         "seed": planned.config.seed,
         "config": planned.config.identity(),
-        "evaluation": {k: v for k, v in evaluation.items() if k not in ("run", "origin")},
-        "budget": budget,
+        **came_of_it,
         "hardware": last["hardware"],
         "versions": last["versions"],
         "commit": last["commit"],
-        "started": meta["attempts"][0]["started"],
+        "started": attempts[0]["started"],
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "metrics": store.columns(read_metrics(folder)),
+    }
+
+
+def _budget(folder: Path, result: RunResult, jobs: int, evaluation: dict[str, Any]) -> dict[str, Any]:
+    meta = runs.read_meta(folder)
+    on_gpu = "gpu" in meta["attempts"][-1]["hardware"]
+    return {
+        **meta["budget"],
+        "jobs": jobs,
+        "share": round(result.device_seconds / result.seconds, 3),
+        "gpu_seconds": round(result.device_seconds, 3) if on_gpu else None,
+        "evaluation_seconds": evaluation["seconds"],
     }
 
 

@@ -19,7 +19,8 @@ from .rows import ROWS, SCORES, Row
 class Scale:
     """How large a run is. `settings` override the recipe's; `largest_memory` bounds every memory.
 
-    `tuned_on`: seeds on which our settings were chosen. Only the grid "tuning" has them; all else takes fresh ones.
+    `more_seeds`: for grids that ask for more than `seeds`. `tuned_on`: seeds on which our settings were chosen. Only
+    the grid "tuning" has them; all else takes fresh ones.
     """
 
     name: str
@@ -28,7 +29,10 @@ class Scale:
     seeds: tuple[int, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     largest_memory: int | None = None
+    small_memory: int = 1024
+    """Of the rows with a small one; a batch must fit."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    more_seeds: tuple[int, ...] = ()
     tuned_on: tuple[int, ...] = ()
 
     def of_length(self, steps: int) -> Scale:
@@ -45,6 +49,7 @@ SCALES: Mapping[str, Scale] = {
             (0,),
             {"steps": 10, "batch_size": 64, "log_every": 2, "checkpoint_every": 1000, "knn_every": 4, "device": "auto"},
             largest_memory=128,
+            small_memory=64,
             evaluation=EvaluationSettings(probe_epochs=5, shot_repeats=2, neighbours=20),
         ),
         Scale(
@@ -52,8 +57,9 @@ SCALES: Mapping[str, Scale] = {
             "digits",
             "demo",
             (0, 1, 2, 3, 4),
-            {"log_every": 50, "checkpoint_every": 1000, "device": "auto"},
+            {"log_every": 20, "checkpoint_every": 1000, "knn_every": 20, "device": "auto"},
             largest_memory=256,
+            small_memory=128,
         ),
         Scale(
             "short",
@@ -61,6 +67,7 @@ SCALES: Mapping[str, Scale] = {
             "standard",
             (2, 3, 4),
             {"steps": 5000, "log_every": 100, "checkpoint_every": 2500, "knn_every": 1000, "tensorboard": False},
+            more_seeds=(5, 6),
             tuned_on=(0, 1),
         ),
         Scale(
@@ -121,12 +128,22 @@ class Grid:
     data: tuple[Data, ...]
     balanced: tuple[str, ...] = ()
     """Rows that are run on balanced data too, for the gap to it."""
+    seeds: int = 0
+    """As many at least, where the scale has them."""
+
+    def runs(self) -> list[tuple[Data, str]]:
+        """Kinds of data and rows, what matters most first: the largest bias, then balanced data, then the rest."""
+        kinds = dict.fromkeys([*self.data, *([Data()] if self.balanced else [])])
+        largest = max(data.bias for data in kinds)
+        order = sorted(kinds, key=lambda data: (data.bias != largest, data.bias != 1, -data.bias))
+        return [(data, row) for data in order for row in self.rows if data in self.data or row in self.balanced]
 
 
 DRAWN = tuple(Data(bias) for bias in BIASES)
 _ENDS = (DRAWN[0], DRAWN[-1])
 _METHODS = ("simclr", "moco")
 _PLAIN_AND_D = tuple(name for m in _METHODS for name in (m, f"d-{m}-literal", f"d-{m}-ours"))
+_PAIRED = 5  # seeds of the grids that say what our form gives and what others do
 
 
 def _each(*patterns: str) -> tuple[str, ...]:
@@ -134,6 +151,7 @@ def _each(*patterns: str) -> tuple[str, ...]:
     return tuple(pattern.format(m) for m in _METHODS for pattern in patterns)
 
 
+_SMALL = _each("d-{}-ours-small")
 TUNING = "tuning"
 GRIDS: Mapping[str, Grid] = {
     "table1": Grid("Top-k accuracy", (*_PLAIN_AND_D, "simsiam"), DRAWN),
@@ -148,19 +166,23 @@ GRIDS: Mapping[str, Grid] = {
         "gap recovered at ×27",
         _each("{}", "d-{}-ours", "d-{}-stream", "{}-memory-fifo", "{}-memory-oracle", "{}-stream-oracle"),
         _ENDS,
+        seeds=_PAIRED,
     ),
     "rivals": Grid(
         "other memories and losses at equal budget",
         (
             *_each("{}", "d-{}-ours", "{}-memory-fifo", "{}-memory-reservoir", "{}-memory-minred", "{}-temperature"),
             "simclr-debiased",
+            *(name for name, row in ROWS.items() if row.as_many_as),
         ),
         DRAWN[-1:],
+        seeds=_PAIRED,
     ),
     "controls": Grid(
         "what each part gives at ×27",
         ("simclr-fifo", "moco-refresh", "d-moco-in-batch", *_each("d-{}-at-once", "d-{}-compete", "d-{}-adaptive")),
         DRAWN[-1:],
+        seeds=_PAIRED,
     ),
     TUNING: Grid(
         "how the recommended memory is found, at ×27, from 4,096 slots (where a scale allows so many)",
@@ -168,11 +190,21 @@ GRIDS: Mapping[str, Grid] = {
         DRAWN[-1:],
         balanced=_METHODS,
     ),
-    "negative-free": Grid("methods without negatives", ("simsiam", "byol"), _ENDS),
-    "subset": Grid("a fixed subset", _PLAIN_AND_D, tuple(Data(bias, mode="subset") for bias in BIASES[1:])),
+    "negative-free": Grid(
+        "methods without negatives",
+        tuple(
+            f"{m}{form}" for m in ("simsiam", "byol") for form in ("", "-memory-fifo", "-memory-duel", "-memory-oracle")
+        ),
+        _ENDS,
+    ),
+    "subset": Grid(
+        "a fixed subset",
+        (*_PLAIN_AND_D, *_SMALL),
+        tuple(Data(bias, mode="subset") for bias in BIASES[1:]),
+    ),
     "longtail": Grid(
         "exponential long tail, ratio 100",
-        _PLAIN_AND_D,
+        (*_PLAIN_AND_D, *_SMALL),
         (Data(100.0, "longtail"), Data(100.0, "longtail", "subset")),
     ),
     "figure3": Grid("cosines over training", ("moco", "d-moco-literal", "d-moco-ours"), DRAWN),
@@ -189,7 +221,7 @@ def runs_of(
     steps: int | None = None,
     free: Mapping[str, Any] | None = None,
 ) -> list[Planned]:
-    """The runs of a grid (or "all"), by seed, then row, then bias, so that a plan cut short has whole seeds.
+    """The runs of a grid (or "all"), seed by seed, what matters most first, so that a plan cut short is worth most.
 
     seeds: the scale's, if none are given. rows, biases: only these. steps: another length than the scale's. free:
     settings of the machine (root, device, ...), for every run.
@@ -204,21 +236,22 @@ def runs_of(
     size = SCALES[scale] if steps is None else SCALES[scale].of_length(steps)
     grids = GRIDS if what == "all" else {what: GRIDS[what]}
     chosen: dict[str, Planned] = {}
-    for seed in (*size.seeds, *size.tuned_on) if seeds is None else seeds:
+    for seed in (*size.seeds, *size.more_seeds, *size.tuned_on) if seeds is None else seeds:
         for name, grid in grids.items():
             if seeds is None and seed not in seeds_of(name, size):
                 continue
-            for row in grid.rows:
-                for data in (*grid.data, *([Data()] if row in grid.balanced else [])):
-                    if (rows and row not in rows) or (biases and data.bias not in biases):
-                        continue
-                    planned = plan_run(ROWS[row], data, size, seed, free or {})
-                    chosen.setdefault(planned.hash, planned)  # grids share rows
+            for data, row in grid.runs():
+                if (rows and row not in rows) or (biases and data.bias not in biases):
+                    continue
+                planned = plan_run(ROWS[row], data, size, seed, free or {})
+                chosen.setdefault(planned.hash, planned)  # grids share rows
     return list(chosen.values())
 
 
 def seeds_of(grid: str, scale: Scale) -> tuple[int, ...]:
-    return scale.tuned_on if grid == TUNING and scale.tuned_on else scale.seeds
+    if grid == TUNING and scale.tuned_on:
+        return scale.tuned_on
+    return (*scale.seeds, *scale.more_seeds)[: max(len(scale.seeds), GRIDS[grid].seeds)]
 
 
 def set_aside(what: str, scale: str, seeds: Sequence[int]) -> str | None:
@@ -234,12 +267,43 @@ def set_aside(what: str, scale: str, seeds: Sequence[int]) -> str | None:
 def plan_run(row: Row, data: Data, scale: Scale, seed: int, free: Mapping[str, Any]) -> Planned:
     config = row.config(scale.recipe, scale.data)
     changes: dict[str, Any] = {**scale.settings, **data.settings(), "seed": seed, **free}
-    largest = scale.largest_memory
-    if largest is not None and config.has_memory:
-        memory = min(config.memory_size, largest)
-        changes |= {
-            "memory_size": memory,
-            "refresh": min(config.refresh, memory // 2),
-            "queue": min(config.queue, largest),
-        }
-    return Planned(row, data, scale, dataclasses.replace(config, **changes))
+    if config.has_memory:
+        changes |= _bounded(config, row, scale)
+    planned = Planned(row, data, scale, dataclasses.replace(config, **changes))
+    if row.as_many_as is None:
+        return planned
+    other = plan_run(ROWS[row.as_many_as], data, scale, seed, free)
+    steps = _steps_for(planned.config, encoded_images(other.config))
+    return dataclasses.replace(planned, config=dataclasses.replace(planned.config, steps=steps))
+
+
+def _bounded(config: TrainConfig, row: Row, scale: Scale) -> dict[str, Any]:
+    """The settings of a memory that are too large for the scale."""
+    changes: dict[str, Any] = {}
+    largest, slots = scale.largest_memory, scale.small_memory if row.small else scale.largest_memory
+    if slots is not None:
+        memory = min(config.memory_size, slots)
+        changes |= {"memory_size": memory, "refresh": min(config.refresh, memory // 2)}
+    if largest is not None:
+        changes["queue"] = min(config.queue, largest)
+    return changes
+
+
+def images_per_step(config: TrainConfig) -> int:
+    """Images that a step encodes, by whatever encoder."""
+    from ..benchmarks.floor import images_of  # loads torch
+
+    return sum(images_of(config))
+
+
+def encoded_images(config: TrainConfig) -> int:
+    """Images that a run of so many steps encodes, the filling of its memory and queue included."""
+    return images_per_step(config) * (config.steps or 0) + _to_fill(config)
+
+
+def _steps_for(config: TrainConfig, images: int) -> int:
+    return round((images - _to_fill(config)) / images_per_step(config))
+
+
+def _to_fill(config: TrainConfig) -> int:
+    return config.memory_size + config.queue if config.has_memory else 0

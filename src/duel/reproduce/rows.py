@@ -45,6 +45,10 @@ class Row:
     """What differs from the recipe."""
     paper: str | None = None
     """The row of the paper's tables that it re-does."""
+    as_many_as: str | None = None
+    """Trained for so many steps that it encodes as many images as this row, not for the scale's."""
+    small: bool = False
+    """With the scale's `small_memory`, so that it has to choose even from a fixed subset."""
 
     def config(self, recipe: str, data: str) -> TrainConfig:
         return dataclasses.replace(
@@ -77,6 +81,7 @@ def _variants(base: str, word: str) -> list[Row]:
     rows = [
         Row(f"{method}-literal", f"D-{word}, literal", method, base, literal, paper=method),
         Row(f"{method}-ours", f"D-{word}, ours", method, base, ours),
+        Row(f"{method}-ours-small", f"D-{word}, ours but 1,024 slots (digits: 128)", method, base, ours, small=True),
         control("stream", "ours but stream-first", stream),
         memory_first("fifo", "FIFO"),
         memory_first("reservoir", "reservoir"),
@@ -155,11 +160,31 @@ TUNING: Mapping[str, tuple[str, Settings]] = {
 ONLY: Mapping[str, frozenset[str]] = {"moco": frozenset({"queue"}), "simclr": frozenset({"memory_negatives"})}
 """Settings that one method alone has."""
 
+
+def _without_negatives(base: MethodName, word: str) -> list[Row]:
+    """Memory-first forms of a method that has no negatives."""
+    first = recommended(base, "memory")
+    labels = {"fifo": "FIFO", "duel": "DUEL", "oracle": "balanced by an oracle"}
+    return [
+        Row(f"{base}-memory-{policy}", f"{word}, memory-first, {label}", base, base, {**first, "policy": policy})
+        for policy, label in labels.items()
+    ]
+
+
+def _longer(row: Row) -> Row:
+    """A row without a memory of images, at the cost of ours."""
+    return dataclasses.replace(
+        row, name=f"{row.name}-longer", label=f"{row.label}, longer", paper=None, as_many_as=f"d-{row.plain}-ours"
+    )
+
+
 _ALL = [
     _plain("simclr", "SimCLR"),
     _plain("moco", "MoCo v2"),
     _plain("simsiam", "SimSiam"),
     Row("byol", "BYOL", "byol", "byol"),
+    *_without_negatives("simsiam", "SimSiam"),
+    *_without_negatives("byol", "BYOL"),
     *_variants("simclr", "SimCLR"),
     *_variants("moco", "MoCo"),
     Row(
@@ -189,4 +214,5 @@ _ALL = [
         {**LITERAL["d-moco"], "in_batch_negatives": True},
     ),
 ]
-ROWS: Mapping[str, Row] = {row.name: row for row in _ALL}
+_LONGER = ("simclr", "simclr-debiased", "simclr-temperature", "moco", "moco-temperature")
+ROWS: Mapping[str, Row] = {row.name: row for row in (*_ALL, *(_longer(row) for row in _ALL if row.name in _LONGER))}

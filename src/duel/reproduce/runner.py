@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,16 @@ from rich.console import Console
 from .. import runs
 from ..config import TrainConfig
 from ..errors import UserError
-from ..inputs import keep_sources
+from ..inputs import keep_sources, load_split
 from . import store
+from .command import WORK
 from .estimate import plan_lines
 from .execute import Job, Outcome, execute, prepare_worker
 from .plan import Planned, runs_of, set_aside
+from .sharing import SharedClock
 
+#: Seconds after the time is up at which a process that has not answered is killed.
+GRACE = 120.0
 SHOWN = ("probe", "top1_test_to_train", "top1_test_to_test", "knn")
 
 
@@ -34,7 +39,7 @@ class Done:
     """What one call did, and what is left."""
 
     finished: int
-    """Runs of the plan whose result is there now, earlier calls included."""
+    """Runs of the plan whose result is there now, earlier calls included; that training diverged is a result too."""
     total: int
     failed: int
     interrupted: bool
@@ -58,7 +63,7 @@ def reproduce(
     download: bool = False,
     device: str = "auto",
     out: str = "results",
-    work: str = "runs/reproduce",
+    work: str = WORK,
     finished_in: Sequence[str] = ("results",),
     commit: str | None = None,
     keep: bool = False,
@@ -68,9 +73,10 @@ def reproduce(
     """Run what is missing of a grid ("table2", ..., "all"; `duel.reproduce.plan.GRIDS`) at a scale.
 
     seeds, rows, biases: only these. steps: another length than the scale's. minutes: stop after so long, saving the
-    runs under way. jobs: processes that share the device. out: results go to out/runs; finished runs are looked for
-    there and in `finished_in`. work: where runs live until they are finished (`keep`: and after). commit: where there
-    is no git to ask. machine: further settings of every run that do not decide its result (graph, compile, ...).
+    runs under way; of several processes those that do not answer are killed some time later. jobs: processes that share
+    the device. out: results go to out/runs; finished runs are looked for there and in `finished_in`. work: where runs
+    live until they are finished (`keep`: and after). commit: where there is no git to ask. machine: further settings of
+    every run that do not decide its result (graph, compile, ...).
 
     Prints the plan first. Where stdout is not a terminal, it has one JSON object for each run that ended.
     """
@@ -84,10 +90,10 @@ def reproduce(
     if decisive:
         raise UserError(f"machine may only have settings that do not decide the result, got {', '.join(decisive)}")
     plan = runs_of(what, scale, seeds=seeds, rows=rows, biases=biases, steps=steps, free=free)
-    known = store.load(dict.fromkeys([*(Path(folder) for folder in finished_in), Path(out)]))
-    todo = [planned for planned in plan if planned.hash not in known]
+    ended = store.load_all(dict.fromkeys([*(Path(folder) for folder in finished_in), Path(out)]))
+    todo = [planned for planned in plan if planned.hash not in ended]
     console = Console(stderr=not dry_run, highlight=False, soft_wrap=True)
-    for line in plan_lines(plan, known, Path(work), jobs=jobs):
+    for line in plan_lines(plan, ended, Path(work), jobs=jobs):
         console.print(line, markup=False)
     if note := set_aside(what, scale, seeds or ()):
         console.print(note, markup=False)
@@ -96,45 +102,75 @@ def reproduce(
     until = None if minutes is None else began + 60 * minutes
     job = Job(Path(out), Path(work), until, jobs, keep, quiet=jobs > 1 or not console.is_terminal)
     ends: Counter[str] = Counter()
-    for outcome in _one_by_one(todo, job) if jobs == 1 else _side_by_side(todo, job):
-        ends[outcome.status] += 1
-        _say(outcome, console)
-        if outcome.status == "interrupted":
-            break
-    left = len(todo) - ends["finished"]
+    with keep_sources():
+        _find_data(todo)
+        for outcome in _one_by_one(todo, job) if jobs == 1 else _side_by_side(todo, job):
+            ends[outcome.status] += 1
+            _say(outcome, console)
+            if outcome.status == "interrupted":
+                break
+    left = len(todo) - ends["finished"] - ends["diverged"]
     console.print(_closing(len(plan) - left, len(plan), ends))
     return Done(len(plan) - left, len(plan), ends["failed"], ends["interrupted"] > 0)
 
 
+def _find_data(todo: Sequence[Planned]) -> None:
+    """Every data set once, before anything is run: one that is missing is said once, or downloaded once."""
+    for planned in todo:
+        for split in ("train", "test"):
+            load_split(planned.config, split)
+
+
 def _one_by_one(todo: Sequence[Planned], job: Job) -> Iterator[Outcome]:
-    with keep_sources():
-        for planned in todo:
-            outcome = execute(planned, job)
-            yield outcome
-            if outcome.device_lost:
-                break
+    for planned in todo:
+        outcome = execute(planned, job)
+        yield outcome
+        if outcome.device_lost:
+            break
 
 
 def _side_by_side(todo: Sequence[Planned], job: Job) -> Iterator[Outcome]:
     """As many processes as `jobs`, each with its data loaded once. One that dies or loses its GPU is replaced."""
     waiting = list(todo)
-    while waiting:
-        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        with ProcessPoolExecutor(
-            job.jobs, mp_context=context, initializer=prepare_worker, initargs=(job.jobs,)
-        ) as pool:
-            under_way: dict[Future[Outcome], Planned] = {}
-            spoilt = False
-            while under_way or (waiting and not spoilt):
-                while waiting and len(under_way) < job.jobs and not spoilt:
-                    planned = waiting.pop(0)
-                    under_way[pool.submit(_in_worker, planned, job)] = planned
-                ended, _ = wait(under_way, return_when=FIRST_COMPLETED)
-                broken = any(isinstance(future.exception(), BrokenProcessPool) for future in ended)
-                for future in list(under_way) if broken else ended:  # one dead process takes all with it
-                    outcome = _ended(under_way.pop(future), future, job)
-                    spoilt = spoilt or broken or outcome.device_lost  # the rest goes on in new processes
-                    yield outcome
+    while waiting and not _time_is_up(job):
+        yield from _in_processes(waiting, job)
+    yield from (Outcome(planned, "not started") for planned in waiting)
+
+
+def _in_processes(waiting: list[Planned], job: Job) -> Iterator[Outcome]:
+    """Takes runs from `waiting` until there are none, or the time is up, or some process is of no more use."""
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    given = (job.jobs, SharedClock(context))
+    pool = ProcessPoolExecutor(job.jobs, mp_context=context, initializer=_start_worker, initargs=given)
+    under_way: dict[Future[Outcome], Planned] = {}
+    spoilt = hung = False
+    try:
+        while True:
+            while waiting and len(under_way) < job.jobs and not spoilt and not _time_is_up(job):
+                planned = waiting.pop(0)
+                under_way[pool.submit(_in_worker, planned, job)] = planned
+            if not under_way:
+                return
+            patience = None if job.until is None else max(0.0, job.until + GRACE - time.monotonic())
+            ended, _ = wait(under_way, patience, return_when=FIRST_COMPLETED)
+            if not ended:
+                hung = True
+                for process in set(multiprocessing.active_children()) - others:
+                    process.kill()
+                yield from (_hung(planned, job) for planned in under_way.values())
+                return
+            broken = any(isinstance(future.exception(), BrokenProcessPool) for future in ended)
+            for future in list(under_way) if broken else ended:  # one dead process takes all with it
+                outcome = _ended(under_way.pop(future), future, job)
+                spoilt = spoilt or broken or outcome.device_lost  # the rest goes on in new processes
+                yield outcome
+    finally:
+        pool.shutdown(wait=not hung)
+
+
+def _time_is_up(job: Job) -> bool:
+    return job.until is not None and time.monotonic() >= job.until
 
 
 def _ended(planned: Planned, future: Future[Outcome], job: Job) -> Outcome:
@@ -145,15 +181,26 @@ def _ended(planned: Planned, future: Future[Outcome], job: Job) -> Outcome:
     return Outcome(planned, "failed", f"its process died, perhaps for want of memory: use fewer jobs ({error})")
 
 
-_sources_kept: Any = None
+def _hung(planned: Planned, job: Job) -> Outcome:
+    message = f"did not stop in time: its process was killed {GRACE:g} s after the time was up"
+    store.write_failure(job.out, planned.name, planned.config, TimeoutError(message))
+    return Outcome(planned, "failed", message)
+
+
+_clock: SharedClock
+_for_life = ExitStack()
+
+
+def _start_worker(jobs: int, clock: SharedClock) -> None:
+    global _clock
+    _clock = clock
+    _for_life.enter_context(keep_sources())
+    prepare_worker(jobs)
 
 
 def _in_worker(planned: Planned, job: Job) -> Outcome:
-    global _sources_kept
-    if _sources_kept is None:  # for the life of this process
-        _sources_kept = keep_sources()
-        _sources_kept.__enter__()
-    return execute(planned, job)
+    with _clock.at_work():
+        return execute(planned, job, _clock)
 
 
 def _say(outcome: Outcome, console: Console) -> None:
@@ -178,6 +225,8 @@ def _say(outcome: Outcome, console: Console) -> None:
 
 def _closing(finished: int, total: int, ends: Counter[str]) -> str:
     parts = [f"{finished} of {total} runs are finished"]
+    if ends["diverged"]:
+        parts.append(f"the training of {ends['diverged']} of them diverged")
     if ends["failed"]:
         parts.append(f"{ends['failed']} failed and will be tried again by the next call")
     if ends["cut"] or ends["not started"]:

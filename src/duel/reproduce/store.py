@@ -1,6 +1,7 @@
 """One JSON per run. Finished runs are found again by what they computed; `results/README.md` documents the schema.
 
-RESULTS/runs/<name>-<hash>.json    a finished run        RESULTS/errors/<name>-<hash>.json   the last failure of one
+RESULTS/runs/<name>-<hash>.json    a finished run, or one whose training diverged
+RESULTS/errors/<name>-<hash>.json  the last accident of a run, which the next call tries again
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..checkpoint import atomic
 from ..config import TrainConfig
 from ..errors import UserError
 from .fingerprint import fingerprint
+from .rows import ROWS
 
 SCHEMA = 1
 RUNS, ERRORS = "runs", "errors"
@@ -25,7 +27,7 @@ RUNS, ERRORS = "runs", "errors"
 
 @dataclass(frozen=True)
 class Record:
-    """A finished run as it was written; rates are shares between 0 and 1."""
+    """A run that came to an end, as it was written; rates are shares between 0 and 1."""
 
     path: Path
     values: Mapping[str, Any]
@@ -40,6 +42,17 @@ class Record:
     @property
     def scale(self) -> str:
         return str(self.values["scale"])
+
+    @property
+    def failed(self) -> str | None:
+        """How its training failed, for a run that has no `evaluation` and no `budget`."""
+        return self.values.get("failed")
+
+    @property
+    def own_length(self) -> bool:
+        """Whether its row, not its scale, says how long it was trained."""
+        row = ROWS.get(self.values["row"])
+        return row is not None and row.as_many_as is not None
 
     def measure(self, name: str) -> float | None:
         """A figure of the evaluation (probe, top1_test_to_train, ...)."""
@@ -60,6 +73,16 @@ class Record:
 
 def load(folders: Iterable[Path]) -> dict[str, Record]:
     """The finished runs of these result folders, by hash, in the order of their names; a later folder wins."""
+    return {key: record for key, record in load_all(folders).items() if record.failed is None}
+
+
+def failures(folders: Iterable[Path]) -> dict[str, Record]:
+    """Likewise those whose training failed: nothing was measured, and running them again would not help."""
+    return {key: record for key, record in load_all(folders).items() if record.failed is not None}
+
+
+def load_all(folders: Iterable[Path]) -> dict[str, Record]:
+    """Both."""
     found: dict[str, Record] = {}
     for folder in folders:
         for path in sorted((folder / RUNS).glob("*.json")):
