@@ -9,6 +9,8 @@ from functools import partial
 
 import torch
 
+from duel.graph import CAPTURE_ERRORS
+
 
 def milliseconds(
     call: Callable[[], object],
@@ -74,6 +76,6 @@ def capture(call: Callable[[], object], generator: torch.Generator | None = None
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=CAPTURE_ERRORS):
         call()
     return graph.replay  # type: ignore[no-any-return]
