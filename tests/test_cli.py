@@ -245,11 +245,15 @@ def test_train_evaluate_export_resume(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["train", *TINY, "--out", "run", "--overwrite", "--bias", "9", "--policy", "fifo"]) == 0
     assert runs.load_config(Path("run")).bias == 9.0
     assert re.search(r"loss \S+, memory_entropy 0\.\d+, memory_largest 0\.\d+\n", capsys.readouterr().out)
-    assert cli.main(["evaluate", "run", "--device", "cpu", "--probe-epochs", "2", "--per-class"]) == 0
+    assert (
+        cli.main(["evaluate", "run", "--device", "cpu", "--probe-epochs", "2", "--precision", "auto", "--per-class"])
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "linear probe" in shown
     assert "run/evaluation.json" in shown
-    assert json.loads(Path("run/evaluation.json").read_text())["protocol"]["settings"]["probe_epochs"] == 2
+    settings = json.loads(Path("run/evaluation.json").read_text())["protocol"]["settings"]
+    assert (settings["probe_epochs"], settings["precision"]) == (2, "auto")
     assert cli.main(["export", "run", "--out", "backbone.safetensors"]) == 0
     assert "timm.create_model('duel_convnet'" in capsys.readouterr().out
     assert Path("backbone.safetensors").exists()

@@ -1,11 +1,13 @@
 """Extraction, BatchNorm re-estimation and the cache."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from duel.data import ArraySource
 from duel.errors import UserError
 from duel.evaluation.features import (
     FeatureCache,
@@ -16,6 +18,7 @@ from duel.evaluation.features import (
     reestimate_batchnorm,
     reestimated_batchnorm,
 )
+from duel.evaluation.protocol import clean_encode
 
 CPU = torch.device("cpu")
 
@@ -43,9 +46,12 @@ def flat(images):
     return images.flatten(1).float()
 
 
+@pytest.mark.parametrize("resident", [None, True, False])
 @pytest.mark.parametrize("batch_size", [7, 60, 1000])
-def test_features_come_in_order(batch_size):
+def test_features_come_in_order(batch_size, resident):
     source = Shapes()
+    if resident is not None:
+        source = ArraySource(source.data, resident=resident, name="shapes")
     assert torch.equal(extract(flat, source, batch_size=batch_size, device="cpu"), flat(source.data))
 
 
@@ -61,6 +67,28 @@ def test_worker_processes_give_the_same_and_leave_the_random_state_alone():
     found = extract(flat, source, batch_size=16, device="cpu", workers=2)
     assert torch.equal(found, flat(source.data))
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_features_of_images_on_the_device_are_taken_without_waiting(bf16):
+    device, source = torch.device("cuda"), ArraySource(Shapes(600).data, name="shapes").to("cuda")
+    left = 6
+    clean = clean_encode(SimpleNamespace(features=flat), (0.5,) * 3, (0.25,) * 3, device, bf16=bf16)
+
+    def encode(images):
+        nonlocal left
+        left -= 1
+        torch.cuda.set_sync_debug_mode("error" if left else "default")  # after the last, whether all is finite is read
+        return clean(images)
+
+    try:
+        found = extract(encode, source, batch_size=100, device=device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert left == 0
+    torch.testing.assert_close(found, flat((source.data / 255 - 0.5) / 0.25))
 
 
 def test_features_that_cannot_be_measured_are_refused():

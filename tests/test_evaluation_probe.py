@@ -68,6 +68,21 @@ def test_the_graph_is_the_eager_loop(monkeypatch):
     assert linear_probe(x, y, test_x, test_y, epochs=20) == captured
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_host_waits_for_no_epoch(monkeypatch):
+    """As an eager loop: making a graph waits, replaying one does not."""
+    monkeypatch.setattr(module, "_captured", lambda run, state: run)
+    x, y, _, _ = (part.cuda() for part in digits())
+    inputs = module._with_one(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.no_grad():
+            fit(inputs, y, 10, epochs=3, lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=100, seed=0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_probe_reaches_the_optimum_of_logistic_regression():
     """Tolerance: 0.002 on every predicted probability."""
     x, y, test_x, _ = digits()

@@ -365,6 +365,22 @@ def test_no_gpu_when_one_was_asked_for() -> None:
         go(small(device="gpu"))
 
 
+def test_several_processes_for_one_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"one device, but WORLD_SIZE is 2;.*CUDA_VISIBLE_DEVICES=1 duel train"):
+        go(small())
+    assert not Path("run").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert build_fabric(small()).device.type == "cpu"
+
+
+def test_why_a_step_is_not_recorded_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingStep, "why_eager", "the memory's images are on the host (memory_images host)")
+    said = io.StringIO()
+    go(small(), console=Console(file=said, width=200))
+    assert said.getvalue().count("cannot be recorded as a CUDA graph and runs eagerly: the memory's images are on") == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case].memory_images != "host"])

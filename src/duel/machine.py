@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import warnings
 from typing import TYPE_CHECKING
 
@@ -38,21 +39,30 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def in_bf16(precision: str, device: torch.device) -> bool:
+    """What auto, fp32 or bf16 means on a device."""
+    return precision == "bf16" or (precision == "auto" and device.type == "cuda")
+
+
 def build_fabric(config: TrainConfig) -> Fabric:
     """One device, and bf16 with float32 weights on a GPU unless the config says otherwise."""
+    processes = os.environ.get("WORLD_SIZE", "1")  # as torchrun sets it
+    if processes not in ("", "0", "1"):
+        raise UserError(
+            f"a run trains on one device, but WORLD_SIZE is {processes}; start it without torchrun (unset WORLD_SIZE), "
+            "and several seeds side by side as a process each: CUDA_VISIBLE_DEVICES=0 duel train --seed 0 ..., "
+            "CUDA_VISIBLE_DEVICES=1 duel train --seed 1 ..."
+        )
     device = resolve_device(config.device)
     Fabric = _fabric_class()
     for name in ("lightning.fabric", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # it announces the precision and praises tensor cores
-    precision = config.precision
-    if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "fp32"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # hints about other accelerators and cluster schedulers
         return Fabric(
             accelerator=device.type,
             devices=1 if device.index is None else [device.index],
-            precision="bf16-mixed" if precision == "bf16" else "32-true",
+            precision="bf16-mixed" if in_bf16(config.precision, device) else "32-true",
         )
 
 

@@ -126,10 +126,10 @@ class TrainingStep:
             self.compute()
         else:
             before = self.images_encoded
-            if self.graph():
-                self.images_encoded += self._encoded_per_step  # the hooks that count do not run in a replay
-            else:
-                self._encoded_per_step = self.images_encoded - before
+            self.graph()
+            # each step encodes as many, but what counts them runs twice where recording fails and never in a replay
+            self._encoded_per_step = self._encoded_per_step or self.images_encoded - before
+            self.images_encoded = before + self._encoded_per_step
         self._loss_steps += 1
         self.done += 1
         if self.upkeep is not None:

@@ -10,6 +10,8 @@ from functools import partial
 
 import torch
 
+from duel.graph import CAPTURE_ERRORS
+
 
 def milliseconds(
     call: Callable[[], object],
@@ -75,7 +77,7 @@ def capture(call: Callable[[], object], generator: torch.Generator | None = None
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=CAPTURE_ERRORS):
         call()
     return graph.replay  # type: ignore[no-any-return]
 

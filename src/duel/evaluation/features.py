@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from duel.errors import Notice, UserError
+from duel.evaluation.numerics import sent
 from duel.evaluation.progress import ProgressLike, bars
 from duel.evaluation.settings import DEFAULTS
 
@@ -40,21 +41,21 @@ class _Batches(torch.utils.data.Dataset[Tensor]):
 
 def image_batches(source: Source, ids: Sequence[Tensor], *, device: torch.device, workers: int = 0) -> Iterator[Tensor]:
     """The images of each of `ids` (each int64 (b,), on the host) as uint8 (b, c, h, w) on `device`."""
-    if workers and not getattr(source, "resident", False):  # what is in memory needs no decoding
-        # A generator of its own: a DataLoader otherwise draws its workers' seed from the global one, and training
-        # that evaluates on the way would no longer be the training that does not.
-        loader = torch.utils.data.DataLoader(
-            _Batches(source, ids),
-            batch_size=None,
-            num_workers=min(workers, len(ids)),
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator(),
-        )
-        for images in loader:
-            yield images.to(device, non_blocking=True)
+    if getattr(source, "resident", False):  # what is in memory needs no decoding
+        for chosen in sent(torch.cat(tuple(ids)), device).split([len(part) for part in ids]):
+            yield source.images(chosen)
         return
-    for chosen in ids:
-        yield source.images(chosen.to(device))
+    # A generator of its own: a DataLoader otherwise draws its workers' seed from the global one, and training that
+    # evaluates on the way would no longer be the training that does not.
+    loader = torch.utils.data.DataLoader(
+        _Batches(source, ids),
+        batch_size=None,
+        num_workers=min(workers, len(ids)),
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),
+    )
+    for images in loader:
+        yield images.to(device, non_blocking=True)
 
 
 def extract(

@@ -1,4 +1,4 @@
-"""Float32 products that are float32, and rows of unit length."""
+"""Float32 products that are float32, rows of unit length, and copies that nobody waits for."""
 
 from __future__ import annotations
 
@@ -37,3 +37,8 @@ def unit_rows(features: Tensor) -> Tensor:
     """(n, d) → (n, d), each row divided by its length; zero rows stay zero. Half precision becomes float32."""
     wide = features if features.dtype == torch.float64 else features.float()
     return torch.nn.functional.normalize(wide, dim=-1)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on `device`; from pinned memory, so that the host does not wait for what the device is doing."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from duel.errors import UserError
-from duel.evaluation.numerics import exact_matmul, unit_rows
+from duel.evaluation.numerics import exact_matmul, sent, unit_rows
 from duel.evaluation.progress import ProgressLike, bars
 from duel.evaluation.rates import Rates, check_labels, rates
 from duel.evaluation.settings import DEFAULTS
+from duel.graph import CAPTURE_ERRORS
 
 # A block is what one CUDA graph holds. 256 steps amortise the launch; 2^26 floats (256 MiB) bound the gathered copy.
 _BLOCK_STEPS = 256
@@ -53,8 +54,7 @@ def linear_probe(
 
     train_x (n, f), test_x (m, f) any float type (float32 is used); train_y (n,), test_y (m,) int64.
     Starts from zero weights, so the seed decides only the order of the images; the order is drawn on the host and is
-    the same on every device. On a GPU the steps run from a CUDA graph; the host waits once an epoch, while the order
-    travels.
+    the same on every device. On a GPU the steps run from a CUDA graph, and the host waits for none of them.
     """
     classes = classes or int(torch.max(train_y.max().cpu(), test_y.max().cpu())) + 1
     check_labels("train", train_x, train_y, classes)
@@ -130,7 +130,7 @@ def fit(
     generator = torch.Generator().manual_seed(seed)
     with bars(progress) as shown:
         for _ in shown.track(range(epochs), description="linear probe", total=epochs):
-            order = torch.randperm(n, generator=generator).to(inputs.device)
+            order = sent(torch.randperm(n, generator=generator), inputs.device)
             for chunk in torch.split(order, block):
                 size = len(chunk)
                 torch.index_select(inputs, 0, chunk, out=x[:size])
@@ -148,7 +148,7 @@ def _captured(run: Callable[[], None], state: tuple[Tensor, ...]) -> Callable[[]
         run()  # libraries set themselves up on their first call, which cannot be captured
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=CAPTURE_ERRORS):
         run()
     for tensor, value in zip(state, before, strict=True):
         tensor.copy_(value)
@@ -180,11 +180,11 @@ def nearest_centroid(
     generator = torch.Generator().manual_seed(seed)
     on = train_x.device
     bank, queries, labels = unit_rows(train_x), unit_rows(test_x.to(on)), test_y.to(on)
+    draws = [ids[torch.randperm(len(ids), generator=generator)[:shots]] for _ in range(repeats) for ids in members]
     found = []
     with exact_matmul(on), torch.no_grad():
-        for _ in range(repeats):
-            drawn = torch.stack([ids[torch.randperm(len(ids), generator=generator)[:shots]] for ids in members])
-            centroids = unit_rows(bank[drawn.to(on)].mean(1))  # (classes, shots, f) -> (classes, f)
+        for drawn in sent(torch.stack(draws).view(repeats, classes, shots), on):
+            centroids = unit_rows(bank[drawn].mean(1))  # (classes, shots, f) -> (classes, f)
             found.append(((queries @ centroids.T).argmax(1) == labels).double().mean())
     accuracy = torch.stack(found)
     return ShotResult(accuracy=float(accuracy.mean()), std=float(accuracy.std(correction=0)))

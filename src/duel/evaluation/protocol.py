@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from duel.errors import UserError
+from duel.evaluation.clock import Clock
 from duel.evaluation.features import (
     Encode,
     FeatureCache,
@@ -31,6 +31,7 @@ from duel.evaluation.probe import linear_probe, nearest_centroid
 from duel.evaluation.progress import ProgressLike, bars
 from duel.evaluation.rates import Rates, check_labels
 from duel.evaluation.settings import DEFAULTS, EvaluationSettings
+from duel.machine import in_bf16
 from duel.modes import evaluating
 
 if TYPE_CHECKING:
@@ -67,11 +68,14 @@ def evaluate(
     module = _as_module(encoder)
     classes, train_labels, test_labels = _checked(train, test)
     on = torch.device(device)
-    began = time.perf_counter()
-    encode = clean_encode(encoder, mean, std)
-    state = fingerprint(module, tuple(mean), tuple(std), on.type) if cache is not None else ""
+    clock = Clock()
+    bf16 = in_bf16(settings.precision, on)
+    encode = clean_encode(encoder, mean, std, on, bf16=bf16)
+    computed = (on.type, "bf16") if bf16 else (on.type,)
+    state = fingerprint(module, tuple(mean), tuple(std), *computed) if cache is not None else ""
     store = FeatureCache(cache) if cache is not None else None
     train_y, test_y = train_labels.to(on), test_labels.to(on)
+    train, test = _on_device(train, on), _on_device(test, on)
 
     with evaluating(module), bars(progress) as shown:
 
@@ -88,7 +92,10 @@ def evaluate(
         used = 0
         before: dict[str, Any] | None = None
         if layers:
-            before = _measures(*both("as-trained", "as trained"), train_y, test_y, classes, settings, shown, full=False)
+            with clock.part("features"):
+                features = both("as-trained", "as trained")
+            before = _measures(*features, train_y, test_y, classes, settings, shown, clock, full=False)
+            del features  # or there would be two sets of them at a time
             ids = balanced_ids(train_labels, settings.batchnorm_images, seed=settings.seed)
             used = len(ids)
             # equal parts, because the average weighs every batch the same
@@ -97,17 +104,17 @@ def evaluate(
             context: Any = reestimated_batchnorm(module, batches, forward=encode)
         else:
             context = nullcontext()
-        with context:
+        with clock.part("features"), context:
             features = both("reestimated", settings.batchnorm_images, settings.batch_size, settings.seed)
-        found = _measures(*features, train_y, test_y, classes, settings, shown, full=True)
+        found = _measures(*features, train_y, test_y, classes, settings, shown, clock, full=True)
     per_class = {name: _by_name(rate, train.classes) for name, rate in found.pop("per_class").items()}
     return {
         **found,
         "per_class": per_class,
         "without_reestimation": before or {name: found[name] for name in HEADLINES},
         "images": {"train": len(train), "test": len(test)},
-        "protocol": protocol(settings, train, test, features[0].shape[1], layers, used),
-        "seconds": round(time.perf_counter() - began, 3),
+        "protocol": protocol(settings, train, test, features[0].shape[1], layers, used, bf16),
+        **clock.read(),
     }
 
 
@@ -119,22 +126,25 @@ def _measures(
     classes: int,
     settings: EvaluationSettings,
     progress: ProgressLike,
+    clock: Clock,
     *,
     full: bool,
 ) -> dict[str, Any]:
     """The headline measures, or (`full`) all of them, of features (n, f) and labels (n,)."""
     k = min(settings.neighbours, len(train_x))
     top = [size for size in _TOP if size <= len(train_x) and size < len(test_x)]
-    in_train = nearest(test_x, train_x, max(k, *top), progress=progress)
-    in_test = nearest(test_x, test_x, max(top), exclude_self=True, progress=progress)
-    voters = Neighbours(in_train.similarity[:, :k], in_train.rows[:, :k])
-    knn = weighted_knn_of(voters, test_y, train_y, temperature=settings.temperature, classes=classes)
-    probe = linear_probe(
-        train_x, train_y, test_x, test_y, epochs=settings.probe_epochs, lr=settings.probe_lr,
-        momentum=settings.probe_momentum, weight_decay=settings.probe_weight_decay,
-        batch_size=settings.probe_batch_size, seed=settings.seed, classes=classes, progress=progress,
-    )  # fmt: skip
-    near_test, near_train = topk_of(in_test, test_y, test_y, top), topk_of(in_train, test_y, train_y, top)
+    with clock.part("knn"):
+        in_train = nearest(test_x, train_x, max(k, *top), progress=progress)
+        in_test = nearest(test_x, test_x, max(top), exclude_self=True, progress=progress)
+        voters = Neighbours(in_train.similarity[:, :k], in_train.rows[:, :k])
+        knn = weighted_knn_of(voters, test_y, train_y, temperature=settings.temperature, classes=classes)
+        near_test, near_train = topk_of(in_test, test_y, test_y, top), topk_of(in_train, test_y, train_y, top)
+    with clock.part("probe"):
+        probe = linear_probe(
+            train_x, train_y, test_x, test_y, epochs=settings.probe_epochs, lr=settings.probe_lr,
+            momentum=settings.probe_momentum, weight_decay=settings.probe_weight_decay,
+            batch_size=settings.probe_batch_size, seed=settings.seed, classes=classes, progress=progress,
+        )  # fmt: skip
     found: dict[str, Any] = {f"{name}_test_to_test": rate for name, rate in near_test.items()}
     found |= {f"{name}_test_to_train": rate for name, rate in near_train.items()}
     found |= {"knn": knn["accuracy"], "probe": probe["accuracy"]}
@@ -169,7 +179,7 @@ def _measures(
 
 
 def protocol(
-    settings: EvaluationSettings, train: Source, test: Source, width: int, layers: int, used: int
+    settings: EvaluationSettings, train: Source, test: Source, width: int, layers: int, used: int, bf16: bool
 ) -> dict[str, Any]:
     """What the figures mean, in words and numbers, for the JSON."""
     batchnorm = (
@@ -179,7 +189,8 @@ def protocol(
         else "the encoder has no BatchNorm running statistics; `without_reestimation` repeats the same figures"
     )
     return {
-        "features": f"backbone output before the projection ({width} numbers), float32, clean images, encoder frozen",
+        "features": f"backbone output before the projection ({width} numbers), float32"
+        f"{', encoded in bf16' * bf16}, clean images, encoder frozen",
         "checkpoint": "the one given, which is the last step of training and not the best one",
         "batchnorm": batchnorm,
         "neighbours": "cosine, exact; of equal cosines the lowest index",
@@ -217,13 +228,14 @@ def online_measures(
     The encoder as it is: BatchNorm is not re-estimated, modes are put back, global random states are not touched.
     """
     classes, train_labels, test_labels = _checked(train, test)
-    encode = clean_encode(encoder, mean, std)
+    on = torch.device(device)
+    encode = clean_encode(encoder, mean, std, on, bf16=in_bf16(settings.precision, on))
     sides = []
     with evaluating(_as_module(encoder)):
         for source, labels, count in ((train, train_labels, train_images), (test, test_labels, test_images)):
             ids = balanced_ids(labels, count, seed=settings.seed)
             features = extract(
-                encode, source, ids=ids, batch_size=settings.batch_size, device=device, workers=settings.workers
+                encode, source, ids=ids, batch_size=settings.batch_size, device=on, workers=settings.workers
             )
             sides.append((features, labels.cpu()[ids]))
     (bank, bank_labels), (queries, labels) = sides
@@ -233,14 +245,19 @@ def online_measures(
     return {"knn": rate["accuracy"], "intra_class_cosine": intra, "inter_class_cosine": inter}
 
 
-def clean_encode(encoder: HasFeatures, mean: Sequence[float], std: Sequence[float]) -> Encode:
-    """uint8 images → backbone features of the clean view, float32."""
+def clean_encode(
+    encoder: HasFeatures, mean: Sequence[float], std: Sequence[float], device: torch.device, *, bf16: bool
+) -> Encode:
+    """uint8 images on `device` → backbone features of the clean view, float32, computed in bf16 where that is asked."""
     from duel.data.augment import normalise
 
+    centre, spread = (torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std))
+
     def encode(images: Tensor) -> Tensor:
-        x = normalise(images, mean, std)
-        # convolutions on a GPU are faster in this layout, and most encoders were trained in it
-        return encoder.features(x.contiguous(memory_format=torch.channels_last)).float()
+        x = normalise(images, centre, spread)
+        with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
+            # convolutions on a GPU are faster in this layout, and most encoders were trained in it
+            return encoder.features(x.contiguous(memory_format=torch.channels_last)).float()
 
     return encode
 
@@ -252,6 +269,13 @@ def _extraction(
         encode, source, batch_size=settings.batch_size, device=device, workers=settings.workers, progress=shown,
         description=f"{split} features",
     )  # fmt: skip
+
+
+def _on_device(source: Source, device: torch.device) -> Source:
+    """Images that may live on the device do."""
+    from duel.data.sources import ArraySource
+
+    return source.to(device) if isinstance(source, ArraySource) else source
 
 
 def _as_module(encoder: HasFeatures) -> nn.Module:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from duel.errors import UserError
+from duel.errors import UserError, suggest
+
+Precision = Literal["auto", "fp32", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +18,8 @@ class EvaluationSettings:
     """Images encoded at a time (also the batch of the BatchNorm re-estimation)."""
     workers: int = 0
     """Processes that decode images; 0 decodes in this one. Only for sources that are not on the device already."""
+    precision: Precision = "fp32"
+    """What images are encoded in. auto: bf16 (mixed) on a GPU, fp32 on the CPU. Features are float32 all the same."""
     batchnorm_images: int = 10_000
     """Clean, class-balanced training images on which BatchNorm statistics are re-estimated (at most the whole set)."""
     neighbours: int = 200
@@ -43,6 +48,8 @@ class EvaluationSettings:
             _at_least(name, getattr(self, name), 1)
         _at_least("shot_repeats", self.shot_repeats, 1)
         _at_least("workers", self.workers, 0)
+        if self.precision not in get_args(Precision):
+            raise UserError(suggest("precision", self.precision, get_args(Precision)))
         for name in ("temperature", "probe_lr"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} must be > 0, got {getattr(self, name)}")
