@@ -174,7 +174,11 @@ def _without_negatives(base: MethodName, word: str) -> list[Row]:
 def _longer(row: Row) -> Row:
     """A row without a memory of images, at the cost of ours."""
     return dataclasses.replace(
-        row, name=f"{row.name}-longer", label=f"{row.label}, longer", paper=None, as_many_as=f"d-{row.plain}-ours"
+        row,
+        name=f"{row.name}-longer",
+        label=f"{row.label}, longer (as many images as ours)",
+        paper=None,
+        as_many_as=f"d-{row.plain}-ours",
     )
 
 
