@@ -222,8 +222,9 @@ def course(case, count, **settings):
     """(mean loss, where the weights went) over `count` steps on digits.
 
     They are so small that rounding changes the gradients but not the path: at 1e-3 bf16 and float32 part in 14 steps.
+    Batches come from the stream: a memory that rounding has made choose otherwise would draw others.
     """
-    recipe = recipes.standard(CASES[case]["method"], "digits", batch_size=64)
+    recipe = recipes.standard(CASES[case]["method"], "digits", batch_size=64, source="stream")
     changes = {"steps": 100, "lr": 1e-5, "memory_size": 256, "bias": 27.0, **CASES[case], **settings}
     step = start(dataclasses.replace(recipe, **changes))
     weights = [weight for weight in step.method.parameters() if weight.requires_grad]
@@ -277,4 +278,5 @@ def test_a_compiled_step_trains_as_the_eager_one_does(monkeypatch):
     settings = {"device": "cpu", "batch_size": 16, "memory_size": 32, "dim": 16}
     plain = course("moco", 4, compile=False, **settings)
     monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
-    assert_same_course(plain, course("moco", 4, compile=True, **settings))
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):  # a compiled step raises it
+        assert_same_course(plain, course("moco", 4, compile=True, **settings))
