@@ -92,6 +92,13 @@ def test_only_runs_that_are_shown_are_counted() -> None:
     )
 
 
+def test_a_row_of_its_own_length_stands_among_the_others() -> None:
+    text = page([*runs(), record("simclr-longer", 27, 2, 0.5)])
+    assert "cut to" not in text
+    assert "13 runs on G, torch 2, commit 0123456. Measured" in text
+    assert "| SimCLR, longer (as many images as ours) | ×27 | 50.00 (1) |" in section(text, "rivals")
+
+
 def section(text: str, title: str) -> str:
     return text.split(f"### {title}")[1].split("\n###")[0]
 

@@ -124,5 +124,6 @@ def shown(evidence: Evidence, tuning: Evidence) -> list[Record]:
 def lengths(records: Iterable[Record], scale: str) -> list[int | None]:
     """None for the scale's own length, then every other length that has been run, the longest first."""
     own = Evidence((), SCALES[scale]).steps
-    others = {r.config.steps for r in records if r.scale == scale and r.config.steps not in (None, own)}
+    of_the_scale = [r for r in records if r.scale == scale and not r.own_length]
+    others = {r.config.steps for r in of_the_scale if r.config.steps not in (None, own)}
     return [None, *sorted((steps for steps in others if steps is not None), reverse=True)]

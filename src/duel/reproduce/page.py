@@ -131,7 +131,7 @@ def _section(name: str, steps: int | None, records: Sequence[Record]) -> Section
         steps,
         evidence,
         Evidence(records, SCALES[name], steps, tuning=True),
-        sum(record.config.steps == evidence.steps for record in records),
+        sum(steps is None if r.own_length else r.config.steps == evidence.steps for r in records),
         {title: {claim.text: claim.judge(evidence) for claim in block} for title, block in wanted.items()},
     )
 
