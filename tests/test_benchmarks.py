@@ -350,9 +350,9 @@ def test_a_row_that_would_go_on_uncompiled_fails(compilations, monkeypatch):
     assert "recompile_limit" in literal["error"]
 
 
-def test_a_compiled_step_may_have_many_forms(compilations, monkeypatch):
+def test_a_compiled_step_may_have_many_forms(compilations):
     config = cases.cases(methods=["simclr"], device="cpu", **COMPILED)[0].config
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    torch._dynamo.config.recompile_limit = 8  # until the end of the test, as `compilations` sees to
     TrainingStep(config, images.load(config, CPU), fabric=build_fabric(config))
     assert torch._dynamo.config.recompile_limit == COMPILED_FORMS
 
