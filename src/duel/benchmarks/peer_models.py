@@ -8,6 +8,7 @@ MoCo v2 as a page of one's own code.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -41,14 +42,14 @@ def lightly() -> Any:
     return Parts
 
 
-class Peer(nn.Module):
+class Peer(nn.Module, ABC):
     """What is measured beside ours: a backbone, its loss for two views, and the transform that gives them."""
 
     backbone: nn.Module
 
+    @abstractmethod
     def transform(self, side: int) -> Any:
         """PIL image -> two tensors (3, side, side); no blur, as is usual for small images."""
-        raise NotImplementedError
 
 
 class LightlyPeer(Peer):
