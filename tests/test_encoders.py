@@ -9,6 +9,7 @@ from torch import nn
 
 from duel.encoders import backbone, encoder, mlp, resolve
 from duel.errors import UserError
+from duel.stem import StemConv2d
 
 
 @pytest.mark.parametrize(
@@ -128,3 +129,16 @@ def test_what_timm_refuses_is_reported_with_advice(
     monkeypatch.setattr(timm, "create_model", refuse)
     with pytest.raises(UserError, match=rf"timm cannot build backbone 'resnet18'.*not today.*{advice}"):
         encoder("resnet18", stem="full", pretrained=pretrained)
+
+
+def test_a_stem_as_a_product_is_the_convolution() -> None:
+    stem = StemConv2d(3, 4, 3, padding=1, bias=False).double()
+    images = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    product = torch.compile(stem.as_product, backend="aot_eager")
+    for layout in (torch.contiguous_format, torch.channels_last):
+        given = images.contiguous(memory_format=layout)
+        (wanted,) = torch.autograd.grad(stem(given).square().sum(), stem.weight)
+        (found,) = torch.autograd.grad(product(given).square().sum(), stem.weight)
+        assert torch.allclose(product(given), stem(given), atol=1e-12)
+        assert torch.allclose(found, wanted, atol=1e-12)
+    assert product(images).is_contiguous(memory_format=torch.channels_last)

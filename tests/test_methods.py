@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from duel.batchnorm import SplitBatchNorm, ViewBatchNorm, prepare_views, split_batchnorm, views_apart
 from duel.encoders import Encoder, encoder
 from duel.errors import UserError
 from duel.methods import METHODS, Method, MoCo, SimCLR, SimSiam, build, settings_of
-from duel.methods.moco import SplitBatchNorm, split_batchnorm
 from duel.modes import evaluating
 
 B, DIM = 8, 16
@@ -318,6 +318,89 @@ def test_split_batchnorm_normalises_each_group_and_averages_their_statistics() -
         module[0].reset_running_stats()
     assert torch.equal(plain(x), split(x))
     assert torch.equal(plain[0].running_var, split[0].running_var)
+
+
+def test_views_in_one_pass_are_as_good_as_passes_of_their_own() -> None:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.BatchNorm2d(2))
+    apart = nn.Sequential(*layers).double()
+    with torch.no_grad():
+        for norm in (apart[1], apart[4]):
+            norm.weight.normal_()
+            norm.bias.normal_()
+    once = copy.deepcopy(apart)
+    assert prepare_views(once)
+    assert isinstance(once[4], ViewBatchNorm)
+    batches = [torch.randn(5, 3, 8, 8, dtype=torch.float64) * scale + scale for scale in (1, 3)]
+    inputs = torch.cat(batches).requires_grad_()
+    with views_apart(once, 2):
+        found = once(inputs)
+    alone = [batch.requires_grad_() for batch in batches]
+    wanted = torch.cat([apart(batch) for batch in alone])
+    assert torch.allclose(found, wanted, atol=1e-12)
+    towards = torch.randn_like(found)
+    (found * towards).sum().backward()
+    (wanted * towards).sum().backward()
+    assert torch.allclose(inputs.grad, torch.cat([batch.grad for batch in alone]), atol=1e-12)
+    for one, two in zip(once.parameters(), apart.parameters(), strict=True):
+        assert torch.allclose(one.grad, two.grad, atol=1e-11)
+    for name, buffer in apart.named_buffers():
+        if "num_batches" not in name:
+            assert torch.allclose(once.get_buffer(name), buffer, atol=1e-12), name
+    # afterwards, and in evaluation, it is plain BatchNorm
+    assert torch.equal(once.eval()(inputs), once(inputs))
+    assert torch.allclose(once.eval()(inputs), apart.eval()(inputs), atol=1e-12)
+    assert torch.allclose(once.train()(inputs), apart.train()(inputs), atol=1e-12)
+    for module in (once, apart):  # statistics of many batches count them
+        for norm in (module[1], module[4]):
+            norm.reset_running_stats()
+            norm.momentum = None
+        for batch in batches:
+            module(batch)
+    assert all(torch.allclose(*pair, atol=1e-12) for pair in zip(once.buffers(), apart.buffers(), strict=True))
+    assert not prepare_views(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm1d(3)))
+    assert not prepare_views(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_views_in_one_pass_have_gradients_when_compiled(dtype: torch.dtype) -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+    prepare_views(network)
+    compiled, images = copy.deepcopy(network), torch.randn(8, 3, 6, 6)
+    compiled.compile(backend="aot_eager", dynamic=False)
+    for one in (network, compiled):
+        with views_apart(one, 2), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            one(images).float().square().sum().backward()
+    for one, two in zip(network.parameters(), compiled.parameters(), strict=True):
+        assert two.grad.abs().max() > 0
+        assert torch.allclose(one.grad, two.grad, rtol=1e-2, atol=1e-2 * float(one.grad.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["moco", "simsiam", "byol"])
+def test_methods_can_take_both_views_at_once(name: str) -> None:
+    """The same loss, gradients and statistics as with a pass for each view."""
+    methods = []
+    for once in (False, True):
+        torch.manual_seed(0)
+        method = make(name, symmetric=True)
+        if once:
+            for part in method.modules():
+                if isinstance(part, Encoder):
+                    part.take_views_at_once()
+            assert method.encoder.one_pass
+        methods.append(method)
+    v1, v2 = views()
+    losses = []
+    for method in methods:
+        out = method(v1, v2)
+        out.loss.backward()
+        losses.append(out)
+    assert torch.allclose(losses[0].loss, losses[1].loss, atol=1e-5)
+    assert torch.allclose(losses[0].embeddings, losses[1].embeddings, atol=1e-5)
+    for one, two in zip(methods[0].trainable_parameters(), methods[1].trainable_parameters(), strict=True):
+        assert torch.allclose(one.grad, two.grad, atol=1e-4)
+    for (which, one), two in zip(methods[0].named_buffers(), methods[1].buffers(), strict=True):
+        assert "num_batches" in which or torch.allclose(one, two, atol=1e-4), which
 
 
 def test_keys_are_normalised_with_other_images_than_queries() -> None:

@@ -11,7 +11,7 @@ import duel
 from duel import scores
 from duel.errors import UserError
 from duel.replacement import dense, expected_duplicates, fused, kernels, replace, replace_unchecked
-from duel.replacement.units import exact_products, exponent, total_units
+from duel.replacement.units import exact_products, exchange_units, exponent, total_units
 from duel.slots import put
 from pools import clusters, isotropic, judge, lattice, rounding
 
@@ -290,6 +290,23 @@ def test_small_values_of_a_sharp_score_survive():
     assert 1e-7 < exact.max() < 1e-4
     assert n.argsort().tolist() == exact.argsort().tolist()
     assert (n - exact).abs().max() <= 9 * 2.0**-31  # nine values, each half a unit off at most
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(("size", "count"), [(70, 9), (33, 33), (20, 0), (90, 40)])
+def test_exchanged_items_are_counted_alike_by_triton(score, size, count, monkeypatch):
+    """N after some slots have got other items, carried; the same units as PyTorch's, and as counting anew."""
+    monkeypatch.setattr(fused, "BLOCK", 16)  # more than one piece
+    before, fresh = hostile("clusters", size, 8, 0, torch.float64), hostile("lattice", count, 8, 1, torch.float64)
+    slots = torch.randperm(size, generator=torch.Generator().manual_seed(2))[:count]
+    after, e, h = before.index_copy(0, slots, fresh), exponent(size), scores.get(score)
+    total = total_units(h, before, e)
+    want = exchange_units(total, after, slots, before[slots], h, e)
+    got = fused.exchange_fused(total, after, slots, before[slots], h, e)
+    assert (got - want).abs().max() <= 2 * size  # exp may round otherwise
+    strided = torch.stack([slots, slots], 1)[:, 0]
+    assert fused.exchange_fused(total, after, strided, before[slots], h, e).equal(got)
+    assert (got - total_units(h, after, e)).abs().max() <= 2 * size
 
 
 @pytest.mark.parametrize(

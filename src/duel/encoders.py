@@ -12,10 +12,13 @@ from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import timm
+import torch
 from timm.models import register_model
 from torch import Tensor, nn
 
+from .batchnorm import prepare_views, views_apart
 from .errors import UserError
+from .stem import StemConv2d
 
 __all__ = ["ConvNet", "Encoder", "backbone", "encoder", "mlp", "resolve"]
 
@@ -64,7 +67,7 @@ def _small_stem(base: str) -> Callable[..., nn.Module]:
         kwargs.setdefault("num_classes", 0)  # so that an exported backbone loads by name alone
         model: Any = timm.models.model_entrypoint(base)(pretrained=False, **kwargs)
         full = model.conv1
-        model.conv1 = nn.Conv2d(full.in_channels, full.out_channels, 3, stride=1, padding=1, bias=False)
+        model.conv1 = StemConv2d(full.in_channels, full.out_channels, 3, stride=1, padding=1, bias=False)
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as timm does for ResNets
         model.maxpool = nn.Identity()
         for stage, info in enumerate(model.feature_info):  # stem 2 -> 1; stages 4, 8, 16, 32 -> 1, 2, 4, 8
@@ -179,9 +182,12 @@ class Encoder(nn.Module):
     Attributes:
         feature_dim: f, what `features` gives; evaluated and exported.
         dim: d, what `forward` gives; trained, compared and remembered.
+        one_pass: whether `features_of_each` makes one pass over all.
         timm_name, timm_arguments: `timm.create_model(timm_name, **timm_arguments)` builds such a backbone.
         image_shape: (c, h, w) it was made for.
     """
+
+    one_pass: bool = False
 
     def __init__(
         self,
@@ -202,6 +208,17 @@ class Encoder(nn.Module):
         self.timm_name = timm_name
         self.timm_arguments = timm_arguments
         self.image_shape = image_shape
+
+    def take_views_at_once(self) -> None:
+        """From now on `features_of_each` makes one pass, where BatchNorm allows it. It pays where that is compiled."""
+        self.one_pass = prepare_views(self.backbone)
+
+    def features_of_each(self, *batches: Tensor) -> tuple[Tensor, ...]:
+        """Backbone features (b, f) of equally large batches (b, c, h, w), as if each had been the only one."""
+        if not self.one_pass:
+            return tuple(self.features(batch) for batch in batches)
+        with views_apart(self.backbone, len(batches)):
+            return self.features(torch.cat(batches)).chunk(len(batches))
 
     def features(self, images: Tensor) -> Tensor:
         """Backbone features: (b, c, h, w) -> (b, f)."""

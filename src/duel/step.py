@@ -25,6 +25,7 @@ from .inputs import Inputs
 from .methods import Method, StepOutput, build, settings_of
 from .methods.base import Encoded, NegativeSource
 from .optimizers import Schedule, build_optimizer
+from .streams import Beside
 from .upkeep import Snapshot, Upkeep, build_memory, build_queue
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ WORTH_COMPILING = 15_000
 #: Forms of a backbone (sizes, modes, copies) that torch may compile in one process. Beyond its own limit, 8, it goes on
 #: uncompiled.
 COMPILED_FORMS = 64
+#: What the compiler is asked for on a GPU: small kernels share a launch, 1 × 1 convolutions are matrix products.
+COMPILER_OPTIONS = {"combo_kernels": True, "conv_1x1_as_mm": True}
 
 
 def worth_compiling(steps: int, device: torch.device) -> bool:
@@ -76,7 +79,7 @@ class TrainingStep:
         # Where the newcomers' embeddings come from the training pass and nothing is encoded anew, the memory's update
         # waits for nothing else: it runs beside the backward pass, on a stream of its own.
         early = self.memory is not None and config.newcomers_from_training and not config.refreshed_slots
-        self._side = torch.cuda.Stream(device) if early and device.type == "cuda" else None
+        self._side = Beside(device) if early and device.type == "cuda" else None
         self.queue = build_queue(config, inputs, device)
         self.method = build_method(config, encoder, self._negatives())
         self.method.to(device).to(memory_format=self.layout)
@@ -91,15 +94,20 @@ class TrainingStep:
         )
         self.images_encoded = 0
         compiled = worth_compiling(self.steps, device) if config.compile is None else config.compile
+        how: dict[str, Any] = {"dynamic": False}  # batches come in two or three sizes
         if compiled:
             limits = torch._dynamo.config  # recompile_limit, by the name that torch 2.6 knows too
             limits.cache_size_limit = max(limits.cache_size_limit, COMPILED_FORMS)
+        if compiled and device.type == "cuda":
+            self.augment.compile_operations()
+            how["options"] = COMPILER_OPTIONS
         for part in self.method.modules():
             if isinstance(part, Encoder):
                 # every pass ends there; the backbone may be compiled, which a count on the host would disturb
                 part.projection.register_forward_hook(self._count_images)
                 if compiled:
-                    part.backbone.compile(dynamic=False)  # batches come in two or three sizes
+                    part.take_views_at_once()
+                    part.backbone.compile(**how)
         self._forward, self._optimizer = fabric.setup(self.method, self.optimizer)
 
         self.images = torch.zeros(config.stream_items, *image_shape, dtype=torch.uint8, device=device)
@@ -145,8 +153,7 @@ class TrainingStep:
         self._optimizer.zero_grad(set_to_none=True)
         output: StepOutput = self._forward(first, second, ids)
         if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._side):
+            with self._side.begin():
                 self._update_memory(output)
         self.fabric.backward(output.loss)
         if self.config.clip is not None:
@@ -161,7 +168,7 @@ class TrainingStep:
         if self._side is None:
             self._update_memory(output)
         else:
-            torch.cuda.current_stream(self.device).wait_stream(self._side)
+            self._side.join()
         if self.queue is not None:
             self.queue.update(output.embeddings, id=ids)
 

@@ -206,8 +206,12 @@ class Augment(nn.Module):
         corner = torch.minimum((corner.masked_fill(none, 0.49999) * (free + 1)).floor_(), free)
         return torch.cat((corner, h, w)).t()
 
+    def compile_operations(self) -> None:
+        """From now on `apply_parameters` runs compiled; for a GPU, where launches are dear."""
+        self._piece = torch.compile(self._piece, dynamic=False)  # type: ignore[method-assign]
+
     def apply_parameters(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """The views that `parameters` describe; no randomness. Worth compiling where launches are dear."""
+        """The views that `parameters` describe; no randomness."""
         if images.is_cpu:
             piece = max(1, CPU_PIECE // (3 * self.image_size**2))
             if piece < len(images) and any(p is not None for p in parameters):

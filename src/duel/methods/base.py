@@ -122,19 +122,23 @@ class Method(nn.Module, ABC):
 
     def _both(self, network: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """`network` of both views: in one pass if `joint`, otherwise each with BatchNorm statistics of its own."""
-        if self.joint:
+        if isinstance(network, Encoder):
+            one, two = (both.projections for both in self._encode_both(network, first, second))
+        elif self.joint:
             one, two = network(torch.cat([first, second])).chunk(2)
-            return one, two
-        return network(first), network(second)
+        else:
+            one, two = network(first), network(second)
+        return one, two
 
     def _encode_both(
-        self, network: Callable[[Tensor], Encoded], first: Tensor, second: Tensor, *, joint: bool = False
+        self, encoder: Encoder, first: Tensor, second: Tensor, *, joint: bool = False
     ) -> tuple[Encoded, Encoded]:
-        """The same for an encoder."""
+        """The same for an encoder, both of its ends."""
         if joint or self.joint:
-            (z1, z2), (f1, f2) = (part.chunk(2) for part in network(torch.cat([first, second])))
+            (z1, z2), (f1, f2) = (part.chunk(2) for part in encode(encoder, torch.cat([first, second])))
             return Encoded(z1, f1), Encoded(z2, f2)
-        return network(first), network(second)
+        f1, f2 = encoder.features_of_each(first, second)
+        return Encoded(encoder.projection(f1), f1), Encoded(encoder.projection(f2), f2)
 
 
 def momentum_copy(encoder: Encoder) -> Encoder:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -58,7 +56,7 @@ class BYOL(Method):
         z1, z2 = self._both(self.encoder, view1, view2)
         p1, p2 = self._both(self.predictor, z1, z2)
         with torch.no_grad():
-            (t1, _), (t2, features) = self._encode_both(partial(encode, self.target), view1, view2)
+            (t1, _), (t2, features) = self._encode_both(self.target, view1, view2)
         return StepOutput(0.5 * (negative_cosine(p1, t2) + negative_cosine(p2, t1)), unit(t2), features)
 
     def after_step(self, progress: Tensor | float) -> None:

@@ -13,13 +13,14 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..batchnorm import split_batchnorm
 from ..encoders import Encoder
 from ..errors import UserError
 from ..losses import info_nce, unit
 from ..modes import evaluating
+from ..streams import Beside
 from .base import Encoded, Method, NegativeSource, StepOutput, check_range, encode, follow, momentum_copy
 from .temperature import Temperature
 
@@ -69,6 +70,7 @@ class MoCo(Method):
         if batchnorm_groups > 1:
             split_batchnorm(encoder, batchnorm_groups)
         self.key_encoder = momentum_copy(encoder)
+        self._stream: Beside | None = None
 
     @property
     def memory_encoder(self) -> Encoder:
@@ -90,21 +92,29 @@ class MoCo(Method):
                 ids=ids,
             )
 
+        beside = self._beside(view1.device)
         if not self.symmetric:
-            query = self.encoder(view1)
-            with torch.no_grad():
+            with torch.no_grad(), beside.begin():
                 key, features = self._keys(view2)
+            query = self.encoder(view1)
+            beside.join()
             return StepOutput(loss(query, key), unit(key), features)
+        with torch.no_grad(), beside.begin():
+            (k1, _), (k2, features) = self._keys_of_both(view1, view2)
         q1, q2 = self._both(self.encoder, view1, view2)
-        with torch.no_grad():
-            # running statistics mix nothing, so both views can share a pass
-            (k1, _), (k2, features) = self._encode_both(self._keys, view1, view2, joint=self.running)
+        beside.join()
         # One key per item goes to the memory, so that a slot is an item.
         return StepOutput(0.5 * (loss(q1, k2) + loss(q2, k1)), unit(k2), features)
 
     def after_step(self, progress: Tensor | float) -> None:
         follow(self.key_encoder, self.encoder, 1 - self.momentum, statistics=self.running)
         self.temperature.advance(progress)
+
+    def _beside(self, device: torch.device) -> Beside:
+        """Keys do not wait for queries, nor queries for keys: a GPU works on both at once."""
+        if self._stream is None or self._stream.device != device:
+            self._stream = Beside(device)
+        return self._stream
 
     def _keys(self, images: Tensor) -> Encoded:
         """Keys of images (b, c, h, w).
@@ -122,6 +132,14 @@ class MoCo(Method):
         both = encode(self.key_encoder, dealt)
         return Encoded(*(part.view(each, self.groups, -1).transpose(0, 1).flatten(0, 1) for part in both))
 
+    def _keys_of_both(self, view1: Tensor, view2: Tensor) -> tuple[Encoded, Encoded]:
+        if self.running:  # running statistics mix nothing, so both views can share a pass
+            with evaluating(self.key_encoder):
+                return self._encode_both(self.key_encoder, view1, view2, joint=True)
+        if self.groups == 1:
+            return self._encode_both(self.key_encoder, view1, view2)
+        return self._keys(view1), self._keys(view2)
+
     def _negatives(self, ids: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.memory is not None:
             negatives, blocked = self.memory.negatives(exclude_ids=ids)
@@ -133,46 +151,3 @@ class MoCo(Method):
                 "(memory.update(method.embed(images), id=ids)), or set in_batch_negatives=True."
             )
         return negatives, blocked
-
-
-class SplitBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm that, in training, normalises each of `groups` equal parts of the batch by itself.
-
-    Parameters and buffers are BatchNorm's, so checkpoints fit either. Running statistics move once per batch, towards
-    the mean of the groups' statistics. With momentum None (re-estimation) it is plain BatchNorm.
-    """
-
-    groups: int = 1
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        pass  # any (b, c, ...)
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.momentum is None or not self.track_running_stats:
-            return super().forward(input)
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        share = self.momentum / self.groups
-        parts = []
-        for i, part in enumerate(input.chunk(self.groups)):
-            # Later parts overwrite earlier ones a little; this factor gives each the same share in the end.
-            factor = share / (1 - share * (self.groups - 1 - i))
-            parts.append(
-                F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, True, factor, self.eps)
-            )
-        return torch.cat(parts)
-
-
-def split_batchnorm(module: nn.Module, groups: int) -> None:
-    """Replaces every BatchNorm inside `module` by a `SplitBatchNorm` with the same parameters and buffers."""
-    for name, child in module.named_children():
-        if type(child) is nn.BatchNorm1d or type(child) is nn.BatchNorm2d:
-            split = SplitBatchNorm(child.num_features, child.eps, child.momentum, child.affine)
-            split._parameters, split._buffers = child._parameters, child._buffers
-            split.groups = groups
-            setattr(module, name, split.train(child.training))
-        elif isinstance(child, nn.modules.batchnorm._BatchNorm) and not isinstance(child, SplitBatchNorm):
-            kind = type(child).__name__
-            raise UserError(f"batchnorm_groups must be 1 for this backbone (its {kind} cannot be split), got {groups}")
-        else:
-            split_batchnorm(child, groups)

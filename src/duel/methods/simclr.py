@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from ..encoders import Encoder
 from ..errors import UserError
 from ..losses import nt_xent, unit
-from .base import Method, NegativeSource, StepOutput, encode
+from .base import Method, NegativeSource, StepOutput
 from .temperature import Temperature
 
 
@@ -41,7 +39,7 @@ class SimCLR(Method):
         self.debias = debias
 
     def forward(self, view1: Tensor, view2: Tensor, ids: Tensor | None = None) -> StepOutput:
-        (z1, features), (z2, _) = self._encode_both(partial(encode, self.encoder), view1, view2)
+        (z1, features), (z2, _) = self._encode_both(self.encoder, view1, view2)
         negatives, blocked = (None, None) if self.memory is None else self.memory.negatives(exclude_ids=ids)
         loss = nt_xent(
             z1,

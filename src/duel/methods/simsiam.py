@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -42,7 +40,7 @@ class SimSiam(Method):
             with torch.no_grad():
                 z2 = self.encoder(view2)
             return StepOutput(negative_cosine(self.predictor(z1), z2), unit(z1.detach()), features.detach())
-        (z1, features), (z2, _) = self._encode_both(partial(encode, self.encoder), view1, view2)
+        (z1, features), (z2, _) = self._encode_both(self.encoder, view1, view2)
         p1, p2 = self._both(self.predictor, z1, z2)
         loss = 0.5 * (negative_cosine(p1, z2) + negative_cosine(p2, z1))
         return StepOutput(loss, unit(z1.detach()), features.detach())

@@ -11,8 +11,8 @@ from duel import scores
 from duel.errors import UserError, suggest
 from duel.names import WIDE_SCORES
 from duel.policies.base import Policy, all_take_part, takes_part
-from duel.replacement import check_engine, check_names, expected_duplicates, replace_unchecked
-from duel.replacement.units import compute_dtype, exact_products, exchange_units, exponent, widened
+from duel.replacement import check_engine, check_names, exchange, expected_duplicates, replace_unchecked
+from duel.replacement.units import compute_dtype, exact_products, exponent, widened
 from duel.slots import turns
 
 if TYPE_CHECKING:
@@ -131,11 +131,7 @@ class Duel(Policy):
             self._exchange(memory.compared, slots, old)
 
     def _exchange(self, compared: Tensor, slots: Tensor, old: Tensor) -> None:
-        e, dtype = exponent(compared.shape[0]), compute_dtype(compared)
-        with exact_products(compared.device):
-            total = (self.duplicates * 2.0**e).round_()
-            after = exchange_units(total, widened(compared, dtype), slots, widened(old, dtype), self.score, e)
-            self.duplicates.copy_(after * 2.0**-e)
+        self.duplicates.copy_(exchange(self.duplicates, compared, slots, old, self.score))
 
 
 class AdaptiveDuel(Duel):

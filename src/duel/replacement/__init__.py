@@ -12,7 +12,7 @@ from duel.checks import acceptable_rows, check_rows
 from duel.errors import UserError, suggest
 from duel.replacement.dense import replace_dense
 from duel.replacement.reference import replace_reference
-from duel.replacement.units import compute_dtype, exact_products, exponent, total_units, widened
+from duel.replacement.units import compute_dtype, exact_products, exchange_units, exponent, total_units, widened
 
 Engine = Literal["auto", "reference", "dense", "fused"]
 Admit = Literal["always", "compete"]
@@ -97,6 +97,18 @@ def expected_duplicates(memory: Tensor, score: Any = "linear") -> Tensor:
     total = fused.total_fused if memory.is_cuda and not fused.unavailable(memory, h) else total_units
     with torch.no_grad(), exact_products(memory.device):
         return total(h, rows, e) * 2.0**-e
+
+
+def exchange(duplicates: Tensor, memory: Tensor, slots: Tensor, old: Tensor, score: scores.Score) -> Tensor:
+    """N of every row of memory (K, d), which was `duplicates` when the *distinct* `slots` held `old` (n, d)."""
+    from duel.replacement import fused
+
+    e, dtype = exponent(memory.shape[0]), compute_dtype(memory)
+    fast = memory.is_cuda and not fused.unavailable(memory, score)
+    run = fused.exchange_fused if fast else exchange_units
+    with torch.no_grad(), exact_products(memory.device):
+        total = (duplicates * 2.0**e).round_()
+        return run(total, widened(memory, dtype), slots, widened(old, dtype), score, e) * 2.0**-e
 
 
 def check_names(admit: str, engine: str) -> None:

@@ -75,12 +75,13 @@ class _Launch:
 
     def scored(
         self, cosines: Tensor, *, out: Tensor | None = None, start: Tensor | None = None, diagonal: bool = False,
-        columns: Tensor | None = None, offset: int = 0, summed: int | None = None,
+        columns: Tensor | None = None, own: Tensor | None = None, offset: int = 0, summed: int | None = None,
     ) -> Tensor:  # fmt: skip
         """Units of the cosines, written to `out` if given; returns the row sums, in units.
 
         start: added to the row sums. summed: they are over so many columns (all). columns: gets the column sums.
-        offset: the column that meets the first row on the diagonal, which is left out if `diagonal`.
+        offset: the column that meets the first row on the diagonal, which is left out if `diagonal`. own: for each
+        column the row that is left out.
         """
         if self.kind == self.kernels.PLAIN:
             cosines.copy_(to_units(self.score, cosines, self.e))
@@ -90,9 +91,9 @@ class _Launch:
         tile = max(1, 4096 // width)
         tiles = 8 if columns is not None and rows > 65536 else 1
         self.kernels.score_kernel[(-(-rows // (tile * tiles)),)](
-            cosines, out, sums, columns, start, self.curve, self.one, rows, count, count if summed is None else summed,
-            offset, KIND=self.kind, DIAGONAL=diagonal, STORE=out is not None, COLUMN_SUMS=columns is not None,
-            ROWS=tile, COLUMNS=width, TILES=tiles, num_warps=4,
+            cosines, out, sums, columns, start, own, self.curve, self.one, rows, count,
+            count if summed is None else summed, offset, KIND=self.kind, DIAGONAL=diagonal, STORE=out is not None,
+            COLUMN_SUMS=columns is not None, ROWS=tile, COLUMNS=width, TILES=tiles, num_warps=4,
         )  # fmt: skip
         return sums
 
@@ -222,6 +223,18 @@ def _shape(residents: int, newcomers: int, together: int) -> tuple[int, int]:
 def total_fused(score: Score, memory: Tensor, e: int) -> Tensor:
     """`units.total_units` with Triton."""
     return _Launch(memory, memory[:0], score, "always", e).from_scratch()
+
+
+def exchange_fused(total: Tensor, memory: Tensor, slots: Tensor, old: Tensor, score: Score, e: int) -> Tensor:
+    """`units.exchange_units` with Triton: every h is used where it is computed, and never written."""
+    launch, anew = _Launch(memory, memory[:0], score, "always", e), []
+    for first in range(0, slots.shape[0], BLOCK):
+        part = slots[first : first + BLOCK].contiguous()
+        sums = torch.zeros(part.shape[0], dtype=torch.float64, device=memory.device)
+        total = launch.scored(memory @ memory[part].T, start=total, columns=sums, own=part)
+        total = total - launch.scored(memory @ old[first : first + BLOCK].T)
+        anew.append(sums)
+    return total.index_copy(0, slots, torch.cat(anew)) if anew else total.clone()
 
 
 def _highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

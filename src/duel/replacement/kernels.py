@@ -56,13 +56,14 @@ def _units(x, curve, one, KIND: tl.constexpr):
 
 @triton.jit
 def score_kernel(
-    matrix, out, row_sums, column_sums, start, curve, one, rows, columns, summed, offset,
+    matrix, out, row_sums, column_sums, start, own, curve, one, rows, columns, summed, offset,
     KIND: tl.constexpr, DIAGONAL: tl.constexpr, STORE: tl.constexpr, COLUMN_SUMS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """cosines (rows, columns) -> units in `out`, with row sums (+ `start`) and column sums in float64.
 
-    Row sums are over the first `summed` columns. Column sums need COLUMNS >= columns: a program adds its TILES tiles of
+    Row sums are over the first `summed` columns. own (columns,): the row that is the same item as a column, and is left
+    out; with DIAGONAL that is row + `offset`. Column sums need COLUMNS >= columns: a program adds its TILES tiles of
     rows up before it meets the others.
     """
     down = tl.zeros((COLUMNS,), dtype=tl.float64)
@@ -79,6 +80,8 @@ def score_kernel(
             h = _units(tl.load(matrix + at, mask=ok, other=-1.0), curve, one, KIND)
             if DIAGONAL:
                 h = tl.where(r[:, None] + offset == c[None, :], 0.0, h)
+            if own is not None:
+                h = tl.where(r[:, None] == tl.load(own + c, mask=c < columns, other=-1)[None, :], 0.0, h)
             h = tl.where(ok, h, 0.0)
             if STORE:
                 tl.store(out + at, h.to(out.dtype.element_ty), mask=ok)
