@@ -222,6 +222,17 @@ def test_schedule_warms_up_and_ends_at_the_floor() -> None:
     assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
 
 
+def test_warmup_is_in_steps_or_a_share_of_the_training() -> None:
+    def rates(warmup: float) -> list[float]:
+        schedule = Schedule(peak=1.0, steps=40, warmup=warmup, end=0.0, device=torch.device("cpu"))
+        return schedule.table.tolist()
+
+    assert rates(0.1) == rates(4) != rates(0)
+    assert rates(0.01) == rates(0)
+    with pytest.raises(UserError, match=r"whole steps.*got 1\.5"):
+        TrainConfig(warmup=1.5)
+
+
 def test_writing_the_schedule_moves_every_optimizer() -> None:
     schedule = Schedule(peak=0.5, steps=4, warmup=2, end=0.0, device=torch.device("cpu"))
     for name in ("adam", "adamw", "sgd", "lars"):

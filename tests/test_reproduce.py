@@ -94,7 +94,7 @@ def test_the_tuning_has_seeds_of_its_own() -> None:
     assert not any("-tune-" in p.row.name for p in everything if p.config.seed not in scale.tuned_on)
     assert everything[0].config.seed == scale.seeds[0]  # evidence first
     balanced = {p.row.name for p in runs_of("tuning", "short") if p.config.bias == 1}
-    assert balanced == {"simclr", "moco"}  # for the gap
+    assert balanced == {"simclr", "moco", "moco-cold"}  # for the gap
     assert "seeds 0, 1" in (set_aside("table2", "short", (1, 2)) or "")
     assert "seeds 0, 1" in (set_aside("tuning", "short", (7,)) or "")
     assert set_aside("tuning", "short", (0, 1)) is None

@@ -171,8 +171,8 @@ class TrainConfig:
     """Weight decay."""
     decay_norm_and_bias: bool = True
     """Decay biases and norm weights too (MoCo and SimSiam do, SimCLR and BYOL do not; lars never does)."""
-    warmup: int = 0
-    """Steps of linear warm-up before the cosine."""
+    warmup: float = 0.0
+    """Steps of linear warm-up before the cosine; below 1, the share of the training that it takes."""
     lr_end: float = 0.0
     """Learning rate at the end of the cosine, as a share of the peak."""
     clip: float | None = None
@@ -184,7 +184,8 @@ class TrainConfig:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto: bf16 (mixed) on a GPU, fp32 on the CPU."""
     compile: bool | None = field(default=None, metadata=_FREE)
-    """Compile the encoder with torch.compile: half a minute to start, then faster. None: on a GPU, for long runs."""
+    """Compile the encoder, and on a GPU the augmentation: half a minute to start, then faster. None: on a GPU, for long
+    runs."""
     graph: bool = field(default=True, metadata=_FREE)
     """On a GPU, record the step as one CUDA graph and replay it; eager where that fails, or on a CPU."""
 

@@ -27,12 +27,15 @@ class Schedule:
     """The learning rate of every step, as a table on the device, and the current one in `lr` (a 0-d tensor).
 
     A table needs one gather per step, reads nothing on the host, and keeps the formula in one place.
+
+    warmup: in steps, or below 1 as a share of `steps`.
     """
 
-    def __init__(self, *, peak: float, steps: int, warmup: int, end: float, device: torch.device) -> None:
+    def __init__(self, *, peak: float, steps: int, warmup: float, end: float, device: torch.device) -> None:
         if warmup >= steps:
-            raise UserError(f"warmup must be shorter than the training of {steps} steps, got {warmup}")
-        rates = [learning_rate(s, peak=peak, steps=steps, warmup=warmup, end=end) for s in range(steps)]
+            raise UserError(f"warmup must be shorter than the training of {steps} steps, got {warmup:g}")
+        rising = int(warmup * steps if warmup < 1 else warmup)
+        rates = [learning_rate(s, peak=peak, steps=steps, warmup=rising, end=end) for s in range(steps)]
         self.table = torch.tensor(rates, dtype=torch.float32, device=device)  # (steps,)
         self.lr = self.table[0].clone()
 

@@ -25,6 +25,7 @@ _STANDARD: dict[str, dict[str, Any]] = {
         "key_momentum": 0.99,
         "symmetric": True,
         "key_batchnorm": "running",
+        "warmup": 0.1,  # without it embeddings of some seeds crowd together in the first steps, and stay there long
     },
     "simsiam": {"dim": 2048, "hidden": 2048, "projection_norm": "all", "predictor_hidden": 512},
     "byol": {

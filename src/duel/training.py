@@ -312,7 +312,7 @@ class _Loop:
         error = NonFiniteLoss(
             f"{what} became NaN or infinite at step {step + 1} (learning rate {self.step.lr_at(step):.3g}); "
             f"{last_good}. "
-            f"Try a lower --lr (now {self.config.lr:g}), a longer --warmup (now {self.config.warmup} steps), --clip 1, "
+            f"Try a lower --lr (now {self.config.lr:g}), a longer --warmup (now {self.config.warmup:g}), --clip 1, "
             "or --precision fp32, in a new run"
         )
         error.step = step + 1

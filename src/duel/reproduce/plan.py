@@ -186,9 +186,9 @@ GRIDS: Mapping[str, Grid] = {
     ),
     TUNING: Grid(
         "how the recommended memory is found, at ×27, from 4,096 slots (where a scale allows so many)",
-        (*_each("{}", "d-{}-ours"), *(name for name in ROWS if "-tune-" in name)),
+        (*_each("{}", "d-{}-ours"), "moco-cold", *(name for name in ROWS if "-tune-" in name)),
         DRAWN[-1:],
-        balanced=_METHODS,
+        balanced=(*_METHODS, "moco-cold"),
     ),
     "negative-free": Grid(
         "methods without negatives",
