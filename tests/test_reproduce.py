@@ -103,6 +103,19 @@ def test_the_tuning_has_seeds_of_its_own() -> None:
     assert {p.config.seed for p in runs_of("tuning", "digits")} == set(SCALES["digits"].seeds)
 
 
+def test_several_grids_are_one_plan_seed_by_seed() -> None:
+    both = runs_of(("controls", "framework"), "short", seeds=(2, 3), biases=(27.0,))
+    alone = [runs_of(grid, "short", seeds=(2, 3), biases=(27.0,)) for grid in ("controls", "framework")]
+    assert {p.hash for p in both} == {p.hash for plan in alone for p in plan}
+    seeds = [p.config.seed for p in both]
+    assert seeds == sorted(seeds)
+    assert both[0].row.name == alone[0][0].row.name
+    assert runs_of(("table2", "all"), "short") == runs_of("all", "short")
+    assert set_aside(("table2", "tuning"), "short", (0, 2)) is None
+    with pytest.raises(UserError, match="did you mean 'controls'"):
+        runs_of(("framework", "control"), "short")
+
+
 def test_grids_that_compare_us_have_five_paired_seeds() -> None:
     for grid, short in {"framework": 5, "rivals": 5, "controls": 5, "table2": 3, "negative-free": 3}.items():
         assert {p.config.seed for p in runs_of(grid, "short")} == set(range(2, 2 + short))

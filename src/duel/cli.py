@@ -234,8 +234,8 @@ class Reproduce:
     the results that are there); all. Finished runs are found again under --out and not repeated.
     """
 
-    what: Annotated[Positional[str], tyro.conf.arg(metavar="WHAT")]
-    """What to make; see above."""
+    what: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="WHAT ...")]
+    """What to make; see above. Of several the runs are carried out together, seed by seed."""
     scale: Literal["smoke", "digits", "short", "paper"] = "short"
     """smoke: proves the machinery, no more. digits: the demo's runs, seconds each on a CPU. short: ResNet-18, 5,000
     steps. paper: ResNet-50, 40,000 steps, its own recipe."""

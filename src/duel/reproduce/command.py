@@ -19,7 +19,7 @@ def defaults(scale: str) -> tuple[str, str]:
 
 
 def produce(
-    what: str,
+    what: Sequence[str],
     *,
     scale: str = "short",
     seeds: Sequence[int] = (),
@@ -39,17 +39,21 @@ def produce(
     dry_run: bool = False,
 ) -> int:
     """Returns the exit status: 0 done, 1 something failed or is left to do, 130 interrupted."""
-    if what not in WHAT:
-        raise UserError(suggest("WHAT", what, WHAT))
+    if not what:
+        raise UserError(f"say WHAT to make: {', '.join(WHAT)}")
+    for name in what:
+        if name not in WHAT:
+            raise UserError(suggest("WHAT", name, WHAT))
     if scale not in SCALES:
         raise UserError(suggest("scale", scale, SCALES))
     results, documents = (given or default for given, default in zip((out, docs), defaults(scale), strict=True))
     status = 0
-    if what == "all" or what in GRIDS:
+    grids = tuple(name for name in what if name == "all" or name in GRIDS)
+    if grids:
         from .runner import reproduce
 
         done = reproduce(
-            what,
+            grids,
             scale=scale,
             seeds=seeds or None,
             rows=rows,
@@ -70,8 +74,8 @@ def produce(
         status = 130 if done.interrupted else 0 if done.complete else 1
     if dry_run or status == 130:
         return 0 if dry_run else status
-    figures = FIGURES if what == "all" else tuple(name for name in FIGURES if name == what)
-    for path in _documents(figures, what == "all" or what in GRIDS or what == "page", results, documents, scale):
+    figures = FIGURES if "all" in what else tuple(name for name in FIGURES if name in what)
+    for path in _documents(figures, bool(grids) or "page" in what, results, documents, scale):
         print(f"written: {path}")
     return status
 

@@ -211,8 +211,17 @@ GRIDS: Mapping[str, Grid] = {
 }
 
 
+def grids_of(what: str | Sequence[str]) -> tuple[str, ...]:
+    """The grids that one name or several stand for."""
+    names = (what,) if isinstance(what, str) else tuple(what)
+    for name in names:
+        if name != "all" and name not in GRIDS:
+            raise UserError(suggest("grid", name, ("all", *GRIDS)))
+    return tuple(GRIDS) if "all" in names else names
+
+
 def runs_of(
-    what: str,
+    what: str | Sequence[str],
     scale: str,
     *,
     seeds: Sequence[int] | None = None,
@@ -221,26 +230,24 @@ def runs_of(
     steps: int | None = None,
     free: Mapping[str, Any] | None = None,
 ) -> list[Planned]:
-    """The runs of a grid (or "all"), seed by seed, what matters most first, so that a plan cut short is worth most.
+    """The runs of grids (or "all"), seed by seed, what matters most first, so that a plan cut short is worth most.
 
     seeds: the scale's, if none are given. rows, biases: only these. steps: another length than the scale's. free:
     settings of the machine (root, device, ...), for every run.
     """
     if scale not in SCALES:
         raise UserError(suggest("scale", scale, SCALES))
-    if what != "all" and what not in GRIDS:
-        raise UserError(suggest("grid", what, ("all", *GRIDS)))
+    grids = grids_of(what)
     for row in rows:
         if row not in ROWS:
             raise UserError(suggest("row", row, ROWS))
     size = SCALES[scale] if steps is None else SCALES[scale].of_length(steps)
-    grids = GRIDS if what == "all" else {what: GRIDS[what]}
     chosen: dict[str, Planned] = {}
     for seed in (*size.seeds, *size.more_seeds, *size.tuned_on) if seeds is None else seeds:
-        for name, grid in grids.items():
+        for name in grids:
             if seeds is None and seed not in seeds_of(name, size):
                 continue
-            for data, row in grid.runs():
+            for data, row in GRIDS[name].runs():
                 if (rows and row not in rows) or (biases and data.bias not in biases):
                     continue
                 planned = plan_run(ROWS[row], data, size, seed, free or {})
@@ -254,11 +261,10 @@ def seeds_of(grid: str, scale: Scale) -> tuple[int, ...]:
     return (*scale.seeds, *scale.more_seeds)[: max(len(scale.seeds), GRIDS[grid].seeds)]
 
 
-def set_aside(what: str, scale: str, seeds: Sequence[int]) -> str | None:
+def set_aside(what: str | Sequence[str], scale: str, seeds: Sequence[int]) -> str | None:
     """What to say of seeds whose runs the page will not show among the others, if there are any."""
-    tuned_on = SCALES[scale].tuned_on
-    lost = [seed for seed in seeds if tuned_on and (seed in tuned_on) != (what == TUNING)]
-    if not lost or what == "all":
+    tuned_on, grids = SCALES[scale].tuned_on, grids_of(what)
+    if not any(tuned_on and all((seed in tuned_on) != (grid == TUNING) for grid in grids) for seed in seeds):
         return None
     words = ", ".join(map(str, tuned_on))
     return f"note: our settings were chosen on seeds {words}; the page has them in the tuning's table, others elsewhere"

@@ -50,7 +50,7 @@ class Done:
 
 
 def reproduce(
-    what: str,
+    what: str | Sequence[str],
     *,
     scale: str = "short",
     seeds: Sequence[int] | None = None,
@@ -70,7 +70,7 @@ def reproduce(
     machine: Mapping[str, Any] | None = None,
     dry_run: bool = False,
 ) -> Done:
-    """Run what is missing of a grid ("table2", ..., "all"; `duel.reproduce.plan.GRIDS`) at a scale.
+    """Run what is missing of one grid or several ("table2", ..., "all"; `duel.reproduce.plan.GRIDS`) at a scale.
 
     seeds, rows, biases: only these. steps: another length than the scale's. minutes: stop after so long, saving the
     runs under way; of several processes those that do not answer are killed some time later. jobs: processes that share
