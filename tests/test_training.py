@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import io
 import json
+import logging
 import math
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core import rank_zero
 from rich.console import Console
 
 from duel import checkpoint, recipes, runs
@@ -372,6 +374,16 @@ def test_several_processes_for_one_run_are_refused(monkeypatch: pytest.MonkeyPat
     assert not Path("run").exists()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert build_fabric(small()).device.type == "cpu"
+
+
+def test_lightning_says_nothing_of_the_precision(caplog: pytest.LogCaptureFixture) -> None:
+    log = rank_zero.log
+    before = log.level
+    with caplog.at_level(logging.INFO, logger=log.name):
+        build_fabric(small(precision="bf16"))
+        log.info("still heard")
+    assert [record.message for record in caplog.records] == ["still heard"]
+    assert log.level == before
 
 
 def test_why_a_step_is_not_recorded_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

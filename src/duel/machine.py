@@ -6,6 +6,8 @@ import importlib
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,15 +57,26 @@ def build_fabric(config: TrainConfig) -> Fabric:
         )
     device = resolve_device(config.device)
     Fabric = _fabric_class()
-    for name in ("lightning.fabric", "lightning_fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # it announces the precision and praises tensor cores
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hints about other accelerators and cluster schedulers
+    with _quietly():
         return Fabric(
             accelerator=device.type,
             devices=1 if device.index is None else [device.index],
             precision="bf16-mixed" if in_bf16(config.precision, device) else "32-true",
         )
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Inside, Lightning does not announce the precision, praise tensor cores or hint at accelerators and clusters."""
+    log = importlib.import_module("lightning_utilities.core.rank_zero").log  # which of its packages' came last
+    before = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
 
 
 class PeakMemory:

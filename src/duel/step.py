@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,8 @@ class TrainingStep:
         if compiled and device.type == "cuda":
             self.augment.compile_operations()
             how["options"] = COMPILER_OPTIONS
+            # advice for float32, which the recipes do not train in, and the replacement must have exact
+            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
         for part in self.method.modules():
             if isinstance(part, Encoder):
                 # every pass ends there; the backbone may be compiled, which a count on the host would disturb
