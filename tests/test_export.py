@@ -39,6 +39,15 @@ def test_a_small_stem_loads_by_name_alone(tmp_path: Path) -> None:
     assert json.loads(metadata["arguments"]) == {"num_classes": 0, "in_chans": 3}
 
 
+def test_format_and_ending_must_agree_and_everybody_may_read_the_file(tmp_path: Path) -> None:
+    net = trained("convnet", 8)
+    with pytest.raises(UserError, match=r"'onnx' was asked for, but .*ends in \.safetensors"):
+        export(net, tmp_path / "b.safetensors", format="onnx")
+    done = export(net, tmp_path / "b.bin", format="safetensors")
+    (tmp_path / "plain").touch()
+    assert done.path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 @pytest.mark.parametrize(("name", "size"), [("convnet", 8), ("resnet18", 65), ("vit_tiny_patch16_224", 32)])
 def test_the_line_it_prints_loads_it(name: str, size: int, tmp_path: Path) -> None:
     net = trained(name, size)

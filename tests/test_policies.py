@@ -266,3 +266,8 @@ def test_importing_duel_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_policy_says_what_it_is():
+    assert repr(Duel("gaussian:0.1", max_age=5)) == "Duel(score='gaussian:0.1', admit='always', max_age=5)"
+    assert "at_once=True" in repr(Duel(at_once=True))

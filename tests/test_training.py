@@ -175,7 +175,7 @@ def test_a_memory_has_a_slot_for_each_image_at_most() -> None:
     config = small(source="memory", memory_size=2000, refresh=1900, steps=2)
     result = go(dataclasses.replace(config, space="backbone", policy="duel"), console=Console(file=said, width=200))
     assert result.steps == 2
-    assert "the memory gets 1,297 slots, one for each image of the data, not 2,000" in said.getvalue()
+    assert "the memory gets 1,297 slots, as many as there are images, not 2,000" in said.getvalue()
     go(dataclasses.replace(config, dwell=3, out="frames"))  # of one image there are several
     assert final_state("frames")["memory"]["_extra_state"]["filled"] == 2000
 
@@ -455,3 +455,16 @@ def test_the_log_goes_on_without_its_files(tmp_path: Path) -> None:
     assert "3.0000" in said.getvalue()
     with pytest.raises(KeyError, match="lss"):
         log.log(4, {"lss": 1.0})
+
+
+def test_a_resumed_log_keeps_the_checkpoint_s_line_and_drops_later_ones(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start, values in ((0, (1.0, 2.0, 3.0)), (2, (4.0,))):
+        with RunLog(tmp_path, columns=["loss"], steps=3, start=start, console=Console(file=io.StringIO())) as log:
+            for step, value in enumerate(values, start + 1):
+                log.log(step, {"loss": value})
+    assert (tmp_path / runs.METRICS).read_text().split() == ["step,loss", "1,1.0", "2,2.0", "3,4.0"]
+    events = EventAccumulator(str(tmp_path / runs.TENSORBOARD))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 4.0)]

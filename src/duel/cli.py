@@ -126,7 +126,7 @@ class Train:
             return INTERRUPTED
         last = ("loss", "knn", "memory_entropy", "memory_largest")
         shown = ", ".join(f"{name} {result.metrics[name]:.4g}" for name in last if name in result.metrics)
-        print(f"{result.steps} steps in {result.seconds:.0f} s; {shown}")
+        print(f"{result.steps} steps in {result.seconds:.0f} s" + (f"; {shown}" if shown else ""))
         print(f"run directory: {result.run_dir}")
         print(f"next: duel {'evaluate' if result.labelled else 'export'} {result.run_dir}")
         return 0
@@ -191,8 +191,8 @@ class Export:
     """Directory that `duel train` wrote."""
     out: str | None = None
     """File to write, ending in .safetensors or .onnx; by default RUN_DIR/<timm name>.<format>."""
-    format: Literal["safetensors", "onnx"] = "safetensors"
-    """Kind of file; onnx needs the extra [onnx]."""
+    format: Literal["safetensors", "onnx"] | None = None
+    """Kind of file; onnx needs the extra [onnx]. By default what --out ends in, or safetensors."""
 
     def run(self) -> int:
         from .trained import export

@@ -53,6 +53,10 @@ def export(
     kind = format or path.suffix.removeprefix(".")
     if kind not in _TOLERANCE:
         raise UserError(f"cannot tell the format of {str(path)!r}; end it in .safetensors or .onnx, or give format")
+    if path.suffix.removeprefix(".") in _TOLERANCE.keys() - {kind}:
+        raise UserError(
+            f"format {kind!r} was asked for, but {str(path)!r} ends in {path.suffix}; leave one of them out"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     backbone = copy.deepcopy(encoder.backbone).cpu().float().eval()
     # Two images: a batch of one would be baked into an ONNX file. The check uses three, to see that none was.
@@ -78,10 +82,10 @@ def _write_safetensors(
     backbone: nn.Module, encoder: Encoder, images: Tensor, texts: dict[str, str], path: Path
 ) -> Callable[[Tensor], Tensor]:
     import timm
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     tensors = {name: tensor.contiguous() for name, tensor in backbone.state_dict().items()}
-    save_file(tensors, path, metadata={"format": "pt", **texts})
+    path.write_bytes(save(tensors, metadata={"format": "pt", **texts}))  # save_file's can be read by its owner only
     model: nn.Module = timm.create_model(encoder.timm_name, checkpoint_path=str(path), **encoder.timm_arguments)
     return model.eval()
 

@@ -182,8 +182,8 @@ class Instruments:
             return ""
         return (
             f"the embeddings are nearly all alike (mean N {found['memory_duplicates']:.0f} of {self.memory.size} by "
-            f"--score {policy.score.name}), which no policy can mend: try a lower --lr or a longer --warmup, or do "
-            "without --memory-negatives"
+            f"--score {policy.score.name}), which no policy can mend: try a lower --lr or a longer --warmup "
+            "(SimCLR: and no --memory-negatives)"
         )
 
 

@@ -112,7 +112,11 @@ class WorkingMemory(Storage):
         return expected_duplicates(self.compared, score if score is not None else own or "linear")
 
     def negatives(self, exclude_ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """((n, d) embeddings, bool (B, n) | None): True where slot n holds the item `exclude_ids[b]` itself."""
+        """((n, d) embeddings, bool (B, n) | None): True where slot n holds the item `exclude_ids[b]` itself.
+
+        The embeddings are the memory's own and change with it: clone what must outlive the next update, as a loss
+        that is differentiated only after it.
+        """
         if exclude_ids is None:
             return self.embeddings, None
         return self.embeddings, exclude_ids[:, None] == self["id"][None, :]

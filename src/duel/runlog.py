@@ -135,7 +135,7 @@ class RunLog:
             with atomic(self._path) as partial, partial.open("w", newline="") as file:
                 writer = csv.DictWriter(file, self.columns, extrasaction="ignore", restval="")
                 writer.writeheader()
-                writer.writerows(rows)
+                writer.writerows({**row, "step": int(row["step"])} for row in rows)
         except OSError as error:
             raise UserError(f"cannot write {self._path}: {error.strerror or error}") from error
 
@@ -190,7 +190,8 @@ def _tensorboard(folder: Path, start: int) -> Any:
         raise UserError(
             "tensorboard is not installed; install duel-ssl[train], or train with --no-tensorboard"
         ) from error
-    return SummaryWriter(folder, purge_step=start or None)  # type: ignore[no-untyped-call]
+    # what an interrupted run wrote after its last checkpoint is written again
+    return SummaryWriter(folder, purge_step=start + 1 if start else None)  # type: ignore[no-untyped-call]
 
 
 def _wandb(project: str, out: Path, config: Mapping[str, Any]) -> Any:

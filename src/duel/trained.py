@@ -120,13 +120,16 @@ def export(
     run: str | os.PathLike[str],
     *,
     out: str | os.PathLike[str] | None = None,
-    format: Literal["safetensors", "onnx"] = "safetensors",
+    format: Literal["safetensors", "onnx"] | None = None,
 ) -> Exported:
-    """Write a run's backbone as one file, by default RUN/<timm name>.<format>, and check it against the original."""
+    """Write a run's backbone as one file, by default RUN/<timm name>.safetensors, and check it against the original.
+
+    format: what `out` ends in, if none is given.
+    """
     from . import export as files
 
     trained = load_trained(run)
-    path = Path(out) if out else Path(run) / f"{trained.encoder.timm_name}.{format}"
+    path = Path(out) if out else Path(run) / f"{trained.encoder.timm_name}.{format or 'safetensors'}"
     facts = {
         "mean": " ".join(f"{v:.6g}" for v in trained.mean),
         "std": " ".join(f"{v:.6g}" for v in trained.std),
@@ -134,4 +137,4 @@ def export(
         "data": Path(trained.config.data).name,
         "step": str(trained.step),
     }
-    return files.export(trained.encoder, path, format=format if out is None else None, metadata=facts)
+    return files.export(trained.encoder, path, format=format, metadata=facts)

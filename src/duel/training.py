@@ -217,8 +217,8 @@ class _Loop:
         config, slots = self.config, slots_for(self.config, self.inputs)
         if slots < config.memory_size:
             log.say(
-                f"the memory gets {slots:,} slots, one for each image of the data, not {config.memory_size:,}; "
-                "with fewer (--memory-size) it has to choose"
+                f"the memory gets {slots:,} slots, as many as there are images, not {config.memory_size:,}; "
+                "to make it drop duplicates give it fewer (--memory-size)"
             )
         size = slots * math.prod(self.inputs.train.shape)
         if config.memory_holds_images and config.memory_images == "device" and size > LARGE_MEMORY:

@@ -53,6 +53,10 @@ class Duel(Policy):
     def score(self) -> scores.Score:
         return self._score
 
+    def extra_repr(self) -> str:
+        age = "" if self.max_age is None else f", max_age={self.max_age}"
+        return f"score={self.score.name!r}, admit={self.admit!r}{', at_once=True' * self.at_once}{age}"
+
     def attach(self, memory: WorkingMemory) -> None:
         super().attach(memory)
         # N of every slot, carried from batch to batch; meaningful once the memory is full

@@ -252,6 +252,13 @@ def runs_of(
                     continue
                 planned = plan_run(ROWS[row], data, size, seed, free or {})
                 chosen.setdefault(planned.hash, planned)  # grids share rows
+    if not chosen:
+        asked = [
+            f"{name} {', '.join(map(str, given))}" for name, given in (("rows", rows), ("biases", biases)) if given
+        ]
+        raise UserError(
+            f"no run of {', '.join(grids)} has {' and '.join(asked)}; --dry-run without them shows what there is"
+        )
     return list(chosen.values())
 
 
