@@ -66,6 +66,6 @@ def _torchvision(name: str, split: Split, root: str, download: bool) -> Any:
             ) from error
         found = "is incomplete or damaged" if Path(expected).exists() else "was not found"
         raise UserError(
-            f"{name} {found} at {expected!r}. Download it (download=True; --download of `duel train`), name "
+            f"{name} {found} at {expected!r}. Download it (download=True; duel train --download), name "
             f"the folder that holds {kind.base_folder!r} (root; --root), or take data 'digits', which needs no download"
         ) from error
