@@ -7,6 +7,7 @@ import timm
 import torch
 from torch import nn
 
+from duel import folded
 from duel.encoders import backbone, encoder, mlp, resolve
 from duel.errors import UserError
 from duel.stem import StemConv2d
@@ -142,3 +143,55 @@ def test_a_stem_as_a_product_is_the_convolution() -> None:
         assert torch.allclose(product(given), stem(given), atol=1e-12)
         assert torch.allclose(found, wanted, atol=1e-12)
     assert product(images).is_contiguous(memory_format=torch.channels_last)
+
+
+def _lived_in(name: str) -> nn.Module:
+    """A backbone whose BatchNorms are no longer as they begin."""
+    network = backbone(name, image_size=16).eval()
+    for part in network.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            assert part.running_mean is not None
+            assert part.running_var is not None
+            for values in (part.running_mean, part.weight.data, part.bias.data):
+                values.normal_()
+            part.running_var.uniform_(0.5, 2)
+    return network
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("resnet18", 8), ("resnet50", 16)])
+def test_folded_blocks_encode_as_plain_ones_do(name: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folded, "_takes", lambda x: True)
+    network = _lived_in(name).double()
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    with torch.no_grad():
+        wanted = network(images)
+        assert folded.fold(network) == blocks
+        assert torch.allclose(network(images), wanted, rtol=1e-9)
+        for parameter in network.parameters():
+            parameter.mul_(1.1)
+        changed = network(images)
+        monkeypatch.setattr(folded, "_takes", lambda x: False)
+        assert torch.allclose(changed, network(images), rtol=1e-9)
+    assert not torch.allclose(changed, wanted, rtol=1e-3)
+
+
+def test_a_block_that_is_trained_is_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, calls = backbone("resnet18", image_size=16), []
+    folded.fold(network)
+    monkeypatch.setattr(folded, "_takes", calls.append)
+    images = torch.randn(2, 3, 16, 16)
+    network(images).sum().backward()
+    with torch.no_grad():
+        network(images)
+    network.eval()(images).sum().backward()
+    assert not calls
+    assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("name", ["resnext50_32x4d", "seresnet18", "resnet50d", "convnet"])
+def test_blocks_with_more_in_them_stay_as_they_are(name: str) -> None:
+    network = backbone(name, image_size=32)
+    kinds = [type(part) for part in network.modules()]
+    folded.fold(network)
+    changed = [kind.__name__ for kind, part in zip(kinds, network.modules(), strict=True) if kind is not type(part)]
+    assert changed == (["Bottleneck"] * 12 if name == "resnet50d" else [])  # of its stages all but the first block

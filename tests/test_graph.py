@@ -17,6 +17,7 @@ from duel.graph import WARM_UP, Graph
 from duel.inputs import Inputs
 from duel.machine import build_fabric
 from duel.step import TrainingStep, build_encoder
+from duel.streams import Beside
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CASES = {
@@ -182,6 +183,32 @@ def test_what_cannot_be_recorded_goes_on_eagerly():
     later = Graph(lambda: count.add_(1), device, generator)
     assert [later() for _ in range(WARM_UP + 3)] == [False] * (WARM_UP + 1) + [True] * 2
     assert count.item() == WARM_UP + 3
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_recording_has_its_own_room_for_matrix_products():
+    """What a second stream got while warming up is freed; a replay must not use it."""
+    device = torch.device("cuda")
+    beside, a = Beside(device), torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    out = torch.zeros_like(a)
+
+    def work():
+        with beside.begin():
+            out.copy_(a[:64].T @ a[:64])
+        beside.join()
+
+    graph = Graph(work, device, torch.Generator(device))
+    for _ in range(WARM_UP + 1):
+        graph()
+    assert graph.why_not is None
+    wanted = out.clone()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    out.zero_()
+    assert graph()
+    torch.cuda.synchronize()
+    assert torch.equal(out, wanted)
 
 
 def test_images_are_counted_once_where_recording_fails_and_in_a_replay():

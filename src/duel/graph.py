@@ -57,6 +57,8 @@ class Graph:
         graph.register_generator_state(self.generator)
         # torch 2.11 stays on the stream of a recording that failed, so we come back from it ourselves
         here = torch.cuda.stream(torch.cuda.current_stream(self.device))
+        # cuBLAS keeps room for each stream; that of the warm-up is not the recording's and may be freed
+        torch._C._cuda_clearCublasWorkspaces()
         try:
             with here, torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE_ERRORS):
                 self._attempt()

@@ -21,6 +21,7 @@ from .config import TrainConfig
 from .data.augment import Augment
 from .encoders import Encoder, encoder
 from .errors import UserError
+from .folded import fold
 from .graph import Graph
 from .inputs import Inputs
 from .methods import Method, StepOutput, build, settings_of
@@ -110,6 +111,7 @@ class TrainingStep:
                 part.projection.register_forward_hook(self._count_images)
                 if compiled:
                     part.take_views_at_once()
+                    fold(part.backbone)
                     part.backbone.compile(**how)
         self._forward, self._optimizer = fabric.setup(self.method, self.optimizer)
 

@@ -1,0 +1,109 @@
+"""Residual blocks that only encode: BatchNorm folded into each convolution, with ReLU and shortcut in its kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models.resnet import BasicBlock, Bottleneck
+from torch import Tensor, nn
+
+
+@torch.library.custom_op("duel::conv_relu", mutates_args=())
+def conv_relu(
+    x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, stride: list[int], padding: list[int]
+) -> Tensor:
+    """relu(conv2d(x, weight, bias) + shortcut): on a GPU by cuDNN, which writes the result once and reads it not at
+    all."""
+    if not x.is_cuda:
+        y = F.conv2d(x, weight, bias, stride, padding)
+        return F.relu_(y if shortcut is None else y + shortcut)
+    how: Any = (stride, padding, (1, 1), 1)
+    if shortcut is None:
+        return torch.cudnn_convolution_relu(x, weight, bias, *how)
+    return torch.cudnn_convolution_add_relu(x, weight, shortcut, 1.0, bias, *how)
+
+
+@conv_relu.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, stride: list[int], padding: list[int]
+) -> Tensor:
+    return F.conv2d(x, weight, None, stride, padding)
+
+
+def _takes(x: Tensor) -> bool:
+    """Whether cuDNN's fused kernels do: half precision, and no tensor in the block with 2³¹ numbers or more."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.numel() * 4 < 2**31
+
+
+def _folded(convolution: nn.Conv2d, norm: nn.BatchNorm2d, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the convolution that gives what BatchNorm, with its running statistics, makes of this one."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+    weight = (convolution.weight * scale[:, None, None, None]).to(dtype)
+    return weight, norm.bias - norm.running_mean * scale
+
+
+class _Folding:
+    """In front of a residual block of timm's: the same block, but quicker where it only encodes.
+
+    Its weights may change: they are folded in every call.
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.training or torch.is_grad_enabled() or not _takes(x):
+            plain: Tensor = super().forward(x)  # type: ignore[misc]
+            return plain
+        shortcut, shift = x, torch.zeros((), device=x.device)
+        if self.downsample is not None:
+            convolution, norm = self.downsample
+            weight, shift = _folded(convolution, norm, x.dtype)  # its bias is added with the last convolution's
+            shortcut = F.conv2d(x, weight, None, convolution.stride, convolution.padding)
+        names = [i for i in (1, 2, 3) if hasattr(self, f"conv{i}")]
+        for i in names:
+            last = i == names[-1]
+            convolution = getattr(self, f"conv{i}")
+            weight, bias = _folded(convolution, getattr(self, f"bn{i}"), x.dtype)
+            bias = (bias + shift if last else bias).to(x.dtype)
+            how: Any = (list(convolution.stride), list(convolution.padding))
+            x = conv_relu(x, weight, bias, shortcut if last else None, *how)
+        return x
+
+
+class FoldedBasicBlock(_Folding, BasicBlock):  # type: ignore[misc]
+    pass
+
+
+class FoldedBottleneck(_Folding, Bottleneck):  # type: ignore[misc]
+    pass
+
+
+def fold(network: nn.Module) -> int:
+    """Exchanges every plain residual block of `network` for one that folds; how many there were.
+
+    Parameters, buffers and results stay; it pays where the network is compiled, as the folding is then one launch.
+    """
+    forms: dict[type, type] = {BasicBlock: FoldedBasicBlock, Bottleneck: FoldedBottleneck}
+    found = [part for part in network.modules() if type(part) in forms and _is_plain(part)]
+    for block in found:
+        block.__class__ = forms[type(block)]
+    return len(found)
+
+
+def _is_plain(block: Any) -> bool:
+    """Whether a block of timm's is convolutions, BatchNorm and ReLU and nothing else."""
+    main = [part for name, part in block.named_children() if name != "downsample"]
+    down = [] if block.downsample is None else list(block.downsample)
+    if down and [isinstance(down[0], nn.Conv2d), isinstance(down[-1], nn.BatchNorm2d), len(down)] != [True, True, 2]:
+        return False
+    known = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.Identity)
+    convolutions = [part for part in (*main, *down) if isinstance(part, nn.Conv2d)]
+    norms = [part for part in (*main, *down) if isinstance(part, nn.BatchNorm2d)]
+    return (
+        all(isinstance(part, known) for part in main)
+        and not any(c.bias is not None or c.groups > 1 or c.padding_mode != "zeros" for c in convolutions)
+        and not any(isinstance(c.padding, str) or set(c.dilation) != {1} for c in convolutions)
+        and all(n.affine and n.track_running_stats for n in norms)
+    )
