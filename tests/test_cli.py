@@ -235,7 +235,9 @@ def test_unknown_options_are_refused(args: list[str], capsys: pytest.CaptureFixt
 
 def test_train_evaluate_export_resume(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", *TINY, "--out", "run"]) == 0
-    assert "next: duel evaluate run" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "next: duel evaluate run" in shown
+    assert "memory" not in shown
     assert cli.main(["train", *TINY, "--out", "run"]) == cli.USER_MISTAKE
     assert "already holds a run" in capsys.readouterr().err
     assert cli.main(["train", "--out", "run", "--resume", "--bias", "9"]) == cli.USER_MISTAKE
@@ -244,7 +246,9 @@ def test_train_evaluate_export_resume(capsys: pytest.CaptureFixture[str]) -> Non
     assert "4 steps" in capsys.readouterr().out
     assert cli.main(["train", *TINY, "--out", "run", "--overwrite", "--bias", "9", "--policy", "fifo"]) == 0
     assert runs.load_config(Path("run")).bias == 9.0
-    assert re.search(r"loss \S+, memory_entropy 0\.\d+, memory_largest 0\.\d+\n", capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    assert re.search(r"loss \S+, memory_entropy 0\.\d+, memory_largest 0\.\d+\n", shown)
+    assert "what the memory holds: run/memory.csv\n" in shown
     assert (
         cli.main(["evaluate", "run", "--device", "cpu", "--probe-epochs", "2", "--precision", "auto", "--per-class"])
         == 0

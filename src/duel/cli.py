@@ -117,6 +117,7 @@ class Train:
         out = Path(config.run_dir)
         found = out.exists()
         try:
+            from .runs import MEMORY
             from .training import train
 
             result = train(config, resume=self.resume, overwrite=self.overwrite)
@@ -128,6 +129,8 @@ class Train:
         shown = ", ".join(f"{name} {result.metrics[name]:.4g}" for name in last if name in result.metrics)
         print(f"{result.steps} steps in {result.seconds:.0f} s" + (f"; {shown}" if shown else ""))
         print(f"run directory: {result.run_dir}")
+        if (result.run_dir / MEMORY).exists():
+            print(f"what the memory holds: {result.run_dir / MEMORY}")
         print(f"next: duel {'evaluate' if result.labelled else 'export'} {result.run_dir}")
         return 0
 

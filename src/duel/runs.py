@@ -3,6 +3,7 @@
 config.json  the TrainConfig           checkpoints/  step-NNNNNNNNN.pt, the latest few
 run.json     versions, hardware, commit metrics.csv   one line per log interval; tensorboard/ holds the same
 subset.npy   ids kept by bias_mode subset            evaluation.json  what `duel evaluate` measured
+memory.csv   what the memory held when the newest checkpoint was written
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from .config import TrainConfig
 from .errors import UserError
 
 CONFIG, META, METRICS, SUBSET, EVALUATION = "config.json", "run.json", "metrics.csv", "subset.npy", "evaluation.json"
+MEMORY = "memory.csv"
 COMMIT_VARIABLE = "DUEL_COMMIT"
 CHECKPOINTS, TENSORBOARD, FEATURES = "checkpoints", "tensorboard", "features"
-_OURS = (CONFIG, META, METRICS, SUBSET, EVALUATION, CHECKPOINTS, TENSORBOARD, FEATURES)
+_OURS = (CONFIG, META, METRICS, SUBSET, MEMORY, EVALUATION, CHECKPOINTS, TENSORBOARD, FEATURES)
 
 
 def check_out(config: TrainConfig, *, resume: bool = False, overwrite: bool = False) -> Path:

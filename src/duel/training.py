@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from . import checkpoint, runs
+from . import checkpoint, contents, runs
 from .checkpoint import CheckpointError
 from .config import TrainConfig
 from .errors import UserError
@@ -298,6 +298,16 @@ class _Loop:
             if must:
                 raise
             log.say(f"warning: {error}. Training goes on and will try again at the next checkpoint")
+            return
+        self._list_memory(log)
+
+    def _list_memory(self, log: RunLog) -> None:
+        path = self.out / runs.MEMORY
+        try:
+            if self.step.memory is not None:
+                contents.write(path, self.step.memory, self.inputs.train)
+        except OSError as error:
+            log.say(f"warning: cannot write {path} ({error.strerror or error})")
 
     def _inputs_state(self) -> dict[str, Any]:
         """What evaluating and exporting need to know besides the weights."""

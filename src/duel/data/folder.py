@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from duel.data.sources import RESIDENT_BYTES, ArraySource, Residency, Source, Split, own_split
@@ -62,7 +63,7 @@ class FolderSource:
         image_size: int,
         skipped: tuple[str, ...] = (),
     ) -> None:
-        self.paths = np.array([str(p) for p in paths])  # one block: worker processes share it, lists are copied
+        self.paths = _names(paths)
         self.labels, self.name, self.classes, self.skipped = labels, name, classes, skipped
         self.shape = (3, image_size, image_size)
         self._bad: set[int] = set()
@@ -121,6 +122,11 @@ class FolderSource:
 
     def _kind(self, item: int) -> str:
         return "any kind" if self.labels is None else f"class {self.classes[int(self.labels[item])]!r}"
+
+
+def _names(paths: list[Path]) -> NDArray[np.str_]:
+    """One block: worker processes share it, lists are copied."""
+    return np.array([str(p) for p in paths])
 
 
 def _reason(error: Exception) -> str:
@@ -223,7 +229,7 @@ def load(folder: Path, *, split: Split, image_size: int | None, residency: Resid
         images = None if images is None else images[ids]
     if images is None:
         return FolderSource(paths, labels, name=str(folder), classes=classes, image_size=size)
-    return ArraySource(images, labels, name=str(folder), classes=classes, skipped=skipped)
+    return ArraySource(images, labels, name=str(folder), classes=classes, skipped=skipped, paths=_names(paths))
 
 
 def _check_classes(labels: Tensor, classes: tuple[str, ...], known: tuple[str, ...] | None, part: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from duel.errors import UserError, suggest
@@ -43,6 +45,11 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def paths(self) -> NDArray[np.str_] | None:
+        """Each item's file, (n,); None where items are not files."""
+        ...
+
     def images(self, ids: Tensor) -> Tensor:
         """ids int64 (b,) -> uint8 (b, c, h, w) on the device of ids."""
         ...
@@ -64,6 +71,7 @@ class ArraySource:
         classes: tuple[str, ...] = (),
         resident: bool = True,
         skipped: tuple[str, ...] = (),
+        paths: NDArray[np.str_] | None = None,
     ) -> None:
         if images.dtype != torch.uint8 or images.ndim != 4:
             raise UserError(f"images must be uint8 (n, c, h, w), got {images.dtype} {tuple(images.shape)}")
@@ -81,7 +89,7 @@ class ArraySource:
             if low < 0 or high >= len(classes):
                 raise UserError(f"labels of {name} must be in 0..{len(classes) - 1}, got {low}..{high}")
         self.data, self.labels, self.name, self.classes = images, labels, name, classes
-        self.resident, self.skipped = resident, skipped
+        self.resident, self.skipped, self.paths = resident, skipped, paths
         self.shape: tuple[int, int, int] = (images.shape[1], images.shape[2], images.shape[3])
 
     def __len__(self) -> int:
@@ -100,16 +108,24 @@ class ArraySource:
         """The same source with its images on `device` (itself where they are there already, or not resident)."""
         if not self.resident or self.data.device == torch.device(device):
             return self
-        return self._with(self.data.to(device), self.labels)
+        return self._with(self.data.to(device), self.labels, self.paths)
 
     def subset(self, ids: Tensor) -> ArraySource:
         """These images only, renumbered 0..; classes keep their numbers."""
         ids = ids.cpu()
-        return self._with(self.images(ids.to(self.data.device)), None if self.labels is None else self.labels[ids])
+        labels = None if self.labels is None else self.labels[ids]
+        paths = None if self.paths is None else self.paths[ids.numpy()]
+        return self._with(self.images(ids.to(self.data.device)), labels, paths)
 
-    def _with(self, images: Tensor, labels: Tensor | None) -> ArraySource:
+    def _with(self, images: Tensor, labels: Tensor | None, paths: NDArray[np.str_] | None) -> ArraySource:
         return ArraySource(
-            images, labels, name=self.name, classes=self.classes, resident=self.resident, skipped=self.skipped
+            images,
+            labels,
+            name=self.name,
+            classes=self.classes,
+            resident=self.resident,
+            skipped=self.skipped,
+            paths=paths,
         )
 
 

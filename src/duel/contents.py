@@ -1,0 +1,49 @@
+"""memory.csv: which items a memory holds, and how duplicated each is."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import torch
+
+from .checkpoint import atomic
+from .data.sources import Source
+from .memory import WorkingMemory
+from .policies import Duel
+
+COLUMNS = ("slot", "id", "file", "class", "age", "staleness", "duplicates")
+
+
+def write(path: Path, memory: WorkingMemory, source: Source) -> None:
+    """A line for each filled slot, the most duplicated first; `source` is what the memory's ids number.
+
+    file and class are empty where the source has none. duplicates, the expected number N, is the policy's own: empty
+    where it carries none or the memory is not full yet, and then lines are in the order of the slots.
+    """
+    # a file's name need not be valid text
+    with atomic(path) as partial, partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows(zip(*_columns(memory, source), strict=True))
+
+
+@torch.no_grad()
+def _columns(memory: WorkingMemory, source: Source) -> list[list[object]]:
+    order = torch.arange(len(memory), device=memory.device)
+    nothing: list[object] = [""] * len(memory)
+    duplicates = nothing
+    if memory.full and isinstance(memory.policy, Duel):
+        ranked = torch.sort(memory.policy.carried(memory), descending=True, stable=True)
+        order, duplicates = ranked.indices, [f"{n:.6g}" for n in ranked.values.tolist()]
+
+    ids = memory["id"][order].cpu()
+    return [
+        order.tolist(),
+        ids.tolist(),
+        nothing if source.paths is None else source.paths[ids.numpy()].tolist(),
+        nothing if source.labels is None else [source.classes[i] for i in source.labels[ids].tolist()],
+        memory.age[order].tolist(),
+        memory.staleness[order].tolist(),
+        duplicates,
+    ]
