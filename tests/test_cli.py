@@ -259,7 +259,9 @@ def test_train_evaluate_export_resume(capsys: pytest.CaptureFixture[str]) -> Non
     settings = json.loads(Path("run/evaluation.json").read_text())["protocol"]["settings"]
     assert (settings["probe_epochs"], settings["precision"]) == (2, "auto")
     assert cli.main(["export", "run", "--out", "backbone.safetensors"]) == 0
-    assert "timm.create_model('duel_convnet'" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "timm.create_model('duel_convnet'" in shown
+    assert "images (3, 8, 8), RGB in 0..1, less the mean (0.3061, 0.3061, 0.3061), divided by the std (0.376," in shown
     assert Path("backbone.safetensors").exists()
 
 

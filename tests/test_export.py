@@ -35,7 +35,8 @@ def test_a_small_stem_loads_by_name_alone(tmp_path: Path) -> None:
     with safe_open(done.path, "pt") as file:
         metadata = file.metadata()
     assert metadata["name"] == "resnet18_small"
-    assert metadata["mean"] == "0.5"
+    assert (metadata["mean"], metadata["image_shape"]) == ("0.5", "3 16 16")
+    assert metadata == {"format": "pt", **done.metadata}
     assert json.loads(metadata["arguments"]) == {"num_classes": 0, "in_chans": 3}
 
 

@@ -435,6 +435,8 @@ def test_evaluate_and_export_what_was_trained() -> None:
     assert saved["run"]["config"]["bias"] == 27.0
     done = export("run")
     assert done.path.exists()
+    for name, values in (("mean", trained.mean), ("std", trained.std), ("image_shape", (3, 8, 8))):
+        assert tuple(map(float, done.metadata[name].split())) == pytest.approx(values, rel=1e-5)
     for path in (Path("run") / runs.CHECKPOINTS).iterdir():
         path.unlink()
     with pytest.raises(UserError, match="no checkpoint yet"):

@@ -203,6 +203,8 @@ class Export:
         done = export(self.run_dir, out=self.out, format=self.format)
         print(f"written: {done.path} (features differ from the original's by at most {done.difference:.1e})")
         print(f"load it: {done.load}")
+        shape, mean, std = (", ".join(done.metadata[name].split()) for name in ("image_shape", "mean", "std"))
+        print(f"give it: images ({shape}), RGB in 0..1, less the mean ({mean}), divided by the std ({std})")
         return 0
 
 

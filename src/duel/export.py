@@ -30,6 +30,7 @@ class Exported(NamedTuple):
     path: Path
     difference: float  # largest deviation from the original's features, relative to the largest feature
     load: str  # Python that loads it
+    metadata: Mapping[str, str]  # the text kept in the file
 
 
 def export(
@@ -61,7 +62,12 @@ def export(
     backbone = copy.deepcopy(encoder.backbone).cpu().float().eval()
     # Two images: a batch of one would be baked into an ONNX file. The check uses three, to see that none was.
     images = torch.randn(2, *encoder.image_shape, generator=torch.Generator().manual_seed(0))
-    texts = {"name": encoder.timm_name, "arguments": json.dumps(encoder.timm_arguments), **(metadata or {})}
+    texts = {
+        "name": encoder.timm_name,
+        "arguments": json.dumps(encoder.timm_arguments),
+        "image_shape": " ".join(map(str, encoder.image_shape)),
+        **(metadata or {}),
+    }
     partial = path.with_name(f".{path.stem}.partial.{kind}")
     write: Callable[..., Callable[[Tensor], Tensor]] = _write_safetensors if kind == "safetensors" else _write_onnx
     try:
@@ -75,7 +81,7 @@ def export(
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    return Exported(path, difference, _load_line(encoder, path, kind))
+    return Exported(path, difference, _load_line(encoder, path, kind), texts)
 
 
 def _write_safetensors(
