@@ -7,10 +7,12 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning_utilities.core import rank_zero
@@ -18,12 +20,14 @@ from rich.console import Console
 
 from duel import checkpoint, recipes, runs
 from duel.config import TrainConfig
+from duel.data import ArraySource, load
 from duel.errors import UserError
+from duel.evaluation.settings import EvaluationSettings
 from duel.inputs import Inputs
 from duel.machine import build_fabric
 from duel.runlog import RunLog, read_metrics
 from duel.step import TrainingStep
-from duel.trained import evaluate, export, load_trained
+from duel.trained import evaluate, evaluation_file, export, load_trained
 from duel.training import NonFiniteLoss, RunResult, train
 from duel.upkeep import Upkeep
 
@@ -441,6 +445,40 @@ def test_evaluate_and_export_what_was_trained() -> None:
         path.unlink()
     with pytest.raises(UserError, match="no checkpoint yet"):
         load_trained("run")
+
+
+def test_other_data_are_evaluated_into_a_file_of_their_own() -> None:
+    go(small(steps=2))
+    source = load("digits")
+    assert isinstance(source, ArraySource)
+    assert source.labels is not None
+    Path("more").mkdir()
+    np.savez("more/digits.npz", images=source.data[:200].numpy(), labels=source.labels[:200].numpy())
+    quick = {"device": "cpu", "cache": False, "settings": EvaluationSettings(probe_epochs=2)}
+    own = evaluate("run", **quick)
+    other = evaluate("run", data="more/digits.npz", **quick)
+    assert other["images"] != own["images"]
+    written = {path.name: json.loads(path.read_text()) for path in Path("run").glob("evaluation*")}
+    assert set(written) == {runs.EVALUATION, "evaluation-more-digits.npz.json"}
+    assert written[runs.EVALUATION]["images"] == own["images"]
+    assert written["evaluation-more-digits.npz.json"]["images"] == other["images"]
+    go(small(steps=2), overwrite=True)
+    assert not list(Path("run").glob("evaluation*"))
+
+
+def test_the_run_s_own_data_are_known_by_any_spelling() -> None:
+    Path("pictures").mkdir()
+    for own, spelled in (
+        ("pictures", str(Path("pictures").resolve())),
+        ("digits", "digits"),
+        ("stl10-unlabeled", "stl10"),
+    ):
+        runs.prepare(Path("run"), small(data=own), overwrite=False)
+        assert evaluation_file("run", spelled) == evaluation_file("run") == Path("run") / runs.EVALUATION
+    names = {evaluation_file("run", data).name for data in ("a/val", "b/val", "/a/val.npz", "../x" * 200)}
+    assert len(names) == 4
+    assert max(map(len, names)) < 80
+    assert all(re.fullmatch(r"evaluation-[a-z][\w.-]*\.json", name) for name in names)
 
 
 def test_the_log_goes_on_without_its_files(tmp_path: Path) -> None:

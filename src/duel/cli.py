@@ -149,7 +149,8 @@ class Evaluate:
 
     duel evaluate runs/simclr
 
-    Prints a table and writes evaluation.json, with the protocol in it, to the run directory.
+    Prints a table and writes evaluation.json, with the protocol in it, to the run directory; measured on other data
+    (--data), evaluation-DATA.json.
     """
 
     run_dir: RunDir
@@ -169,8 +170,7 @@ class Evaluate:
         from rich.console import Console
 
         from .evaluation import class_table, table
-        from .runs import EVALUATION
-        from .trained import evaluate
+        from .trained import evaluate, evaluation_file
 
         result = evaluate(
             self.run_dir, data=self.data, root=self.root, device=self.device, settings=settings, progress=True
@@ -179,7 +179,7 @@ class Evaluate:
         console.print(table(result))
         if self.per_class:
             console.print(class_table(result))
-        print(f"written: {self.run_dir.rstrip('/')}/{EVALUATION}")
+        print(f"written: {evaluation_file(self.run_dir, self.data)}")
         return 0
 
 

@@ -4,6 +4,7 @@ config.json  the TrainConfig           checkpoints/  step-NNNNNNNNN.pt, the late
 run.json     versions, hardware, commit metrics.csv   one line per log interval; tensorboard/ holds the same
 subset.npy   ids kept by bias_mode subset            evaluation.json  what `duel evaluate` measured
 memory.csv   what the memory held when the newest checkpoint was written
+evaluation-DATA.json  what it measured on other data than the run's own
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .config import TrainConfig
 from .errors import UserError
 
 CONFIG, META, METRICS, SUBSET, EVALUATION = "config.json", "run.json", "metrics.csv", "subset.npy", "evaluation.json"
-MEMORY = "memory.csv"
+MEMORY, EVALUATION_OF_OTHERS = "memory.csv", "evaluation-*.json"
 COMMIT_VARIABLE = "DUEL_COMMIT"
 CHECKPOINTS, TENSORBOARD, FEATURES = "checkpoints", "tensorboard", "features"
 _OURS = (CONFIG, META, METRICS, SUBSET, MEMORY, EVALUATION, CHECKPOINTS, TENSORBOARD, FEATURES)
@@ -183,8 +184,7 @@ def _commit() -> str | None:
 
 def _clear(run: Path) -> None:
     """Delete the files of a run and nothing else."""
-    for name in _OURS:
-        path = run / name
+    for path in (*(run / name for name in _OURS), *run.glob(EVALUATION_OF_OTHERS)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,7 +83,7 @@ def evaluate(
     cache: bool = True,
     progress: ProgressLike = False,
 ) -> dict[str, Any]:
-    """Measure a run's encoder on balanced, clean data and write evaluation.json beside the run.
+    """Measure a run's encoder on balanced, clean data and write the result to the run directory (`evaluation_file`).
 
     data: where to measure, by default what it was trained on. cache: keep the features in the run directory.
     """
@@ -112,8 +113,22 @@ def evaluate(
     )
     result["run"] = {"step": trained.step, "checkpoint": trained.path.name, "config": trained.config.as_dict()}
     result["origin"] = runs.describe(on)
-    evaluation.save(result, Path(run) / runs.EVALUATION)
+    evaluation.save(result, evaluation_file(run, data))
     return result
+
+
+def evaluation_file(run: str | os.PathLike[str], data: str | None = None) -> Path:
+    """Where `evaluate` writes: evaluation.json, or for other data than the run's own a file named after them."""
+    own = runs.load_config(Path(run)).data
+    if data is None or _place(data) in map(_place, (own, _MEASURED_ON.get(own, own))):
+        return Path(run) / runs.EVALUATION
+    name = re.sub(r"[^\w.]+", "-", data)[-60:].strip("-.")  # names of files may not be long
+    return Path(run) / runs.EVALUATION_OF_OTHERS.replace("*", name)
+
+
+def _place(data: str) -> Path:
+    """The same for two spellings of a path; of a data set's name, itself in some folder."""
+    return Path(data).expanduser().resolve()
 
 
 def export(
