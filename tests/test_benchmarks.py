@@ -228,6 +228,20 @@ def test_bench_step_names_mistakes(option, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "shown"),
+    [(["--methods", "mocco"], "--methods"), (["--batch-size", "8", "--root", "x"], "--batch-size, --root")],
+)
+def test_the_demo_refuses_what_it_would_not_look_at(option, shown, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(step, "report", lambda rows, **settings: (tmp_path, []))
+    assert main(["bench", "step", "--device", "cpu", "--no-parts", "--rows", "duel"]) == 0
+    assert main(["bench", "step", "--device", "cpu", *option]) == 2
+    assert (
+        f"to which {shown} would do nothing; leave that out, or say what to measure with --backbones"
+        in capsys.readouterr().err
+    )
+
+
 def test_rows_of_several_calls_go_into_one_file(tmp_path, capsys):
     out = tmp_path / "step.json"
     simclr = [*STEP, *QUICK, "--methods", "simclr", "--residents", "32", "--out", str(out)]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from duel.errors import UserError
+
 FAILED = 1
+#: Options of `duel bench step` that say nothing to the demo's rows, whose settings are the demo's.
+NOT_OF_THE_DEMO = ("methods", "memory", "residents", "recipe", "batch_size", "data", "image_count", "root")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +74,8 @@ class Step:
 
     duel bench step
 
-    On a CPU that is the demo with a FIFO and with a DUEL memory, on one thread as `duel demo` is; on a GPU, ResNet-18
-    and ResNet-50 at batch 256.
+    On a CPU that is the demo with a FIFO and with a DUEL memory, on one thread as `duel demo` is, unless --backbones
+    says otherwise; on a GPU, ResNet-18 and ResNet-50 at batch 256.
 
     One method only:
       duel bench step --methods moco --backbones resnet18 --memory 4096 --data cifar10
@@ -81,7 +85,8 @@ class Step:
     """
 
     methods: tuple[str, ...] = ("moco", "simclr", "simsiam", "byol")
-    """Methods to measure."""
+    """Methods to measure (not for the demo, nor are --memory, --residents, --recipe, --batch-size, --data,
+    --image-count and --root)."""
     rows: tuple[str, ...] = ()
     """Only rows with one of these words in their name, and the plain rows that they are held against."""
     backbones: tuple[str, ...] = ()
@@ -93,9 +98,9 @@ class Step:
     recipe: str = "paper"
     """Recipe that sets everything else: paper, standard or demo."""
     batch_size: int = 256
-    """Images per step (not for the demo)."""
+    """Images per step."""
     data: str = "synthetic"
-    """synthetic (made-up images of CIFAR's shape, no download) or any that `duel train` takes (not for the demo)."""
+    """synthetic (made-up images of CIFAR's shape, no download) or any that `duel train` takes."""
     image_count: int = 50_000
     """How many synthetic images."""
     root: str = "data"
@@ -131,6 +136,7 @@ class Step:
         device, threads = resolve_device(self.device), ExitStack()
         machine = {"compile": self.compile, "graph": not self.eager}
         if device.type == "cpu" and not self.backbones:
+            self._check_demo()
             rows = demo_cases(**machine)
             threads.enter_context(one_thread())
         else:
@@ -158,6 +164,16 @@ class Step:
                 image_count=self.image_count,
             )
         return _end(written, failed)
+
+    def _check_demo(self) -> None:
+        """Refuses what was given and would do nothing."""
+        given = [f.name for f in fields(self) if f.name in NOT_OF_THE_DEMO and getattr(self, f.name) != f.default]
+        if given:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise UserError(
+                f"on a CPU the demo is measured, to which {options} would do nothing; leave that out, or say what to "
+                "measure with --backbones"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
