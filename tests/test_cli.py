@@ -243,7 +243,7 @@ def test_train_evaluate_export_resume(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["train", "--out", "run", "--resume", "--bias", "9"]) == cli.USER_MISTAKE
     assert "bias: 1.0 -> 9.0" in capsys.readouterr().err
     assert cli.main(["train", "--out", "run", "--resume", "--log-every", "3"]) == 0
-    assert "4 steps" in capsys.readouterr().out
+    assert "run is finished (4 steps): nothing to be done\n" in capsys.readouterr().err
     assert cli.main(["train", *TINY, "--out", "run", "--overwrite", "--bias", "9", "--policy", "fifo"]) == 0
     assert runs.load_config(Path("run")).bias == 9.0
     shown = capsys.readouterr().out

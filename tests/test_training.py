@@ -278,10 +278,23 @@ def test_resuming_with_other_settings_shows_the_difference() -> None:
 
 
 def test_a_finished_run_resumes_to_itself() -> None:
+    first = go(small("d-moco", steps=4, bias_mode="subset", bias=3.0, tensorboard=True))
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    said = io.StringIO()
+    console = Console(file=said, width=200)
+    again = go(small("d-moco", steps=4, bias_mode="subset", bias=3.0, log_every=1), resume=True, console=console)
+    assert said.getvalue() == "run is finished (4 steps): nothing to be done\n"
+    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+    assert dataclasses.replace(again, seconds=first.seconds, device_seconds=first.device_seconds) == first
+    assert again.seconds > 0
+
+
+def test_a_run_that_ended_before_it_said_so_is_finished_by_resuming() -> None:
     go(small(steps=4))
     before = final_state("run")
-    again = go(small(steps=4, log_every=1), resume=True)
-    assert (again.finished, again.steps) == (True, 4)
+    runs.write_json(Path("run") / runs.META, {**runs.read_meta(Path("run")), "finished": None})
+    assert go(small(steps=4), resume=True).finished
+    assert runs.read_meta(Path("run"))["finished"] is True
     assert_same(before, final_state("run"))
 
 

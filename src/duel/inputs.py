@@ -64,6 +64,10 @@ class Inputs:
     def items(self) -> int:
         return len(self.train) if self.ids is None else len(self.ids)
 
+    @property
+    def labelled(self) -> bool:
+        return self.train.labels is not None
+
     def steps(self, config: TrainConfig) -> int:
         """Length of training in steps; in an epoch the stream brings as many items as there are, also where they are
         drawn."""

@@ -72,9 +72,9 @@ def train(
     """Train as `config` says, in its run directory; `duel.runs` says what is written there.
 
     resume: continue from the newest good checkpoint; on the CPU the result is, bit for bit, the same as without the
-    interruption. overwrite: delete the run that the directory holds. label: what the progress bar says. until: stop
-    and save at that time of `time.monotonic`, to be resumed. clock: one that counts only this run's share of the
-    device's time.
+    interruption. A finished run is left as it is. overwrite: delete the run that the directory holds. label: what the
+    progress bar says. until: stop and save at that time of `time.monotonic`, to be resumed. clock: one that counts only
+    this run's share of the device's time.
     """
     console = console or Console(stderr=True)
     out = runs.check_out(config, resume=resume, overwrite=overwrite)
@@ -83,10 +83,13 @@ def train(
     inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
     step = TrainingStep(config, inputs, fabric=fabric)
     spent = _restore(step, out, console) if resume else (0.0, 0.0)
+    meta = runs.read_meta(out) if resume else {}
+    if meta.get("finished") and step.done == step.steps:
+        console.print(f"{out} is finished ({step.done} steps): nothing to be done", soft_wrap=True, markup=False)
+        return RunResult(out, step.done, True, meta["metrics"], spent[0], "", inputs.labelled, spent[1])
     runs.prepare(out, config, overwrite=overwrite)
     inputs.save_subset(out)
     loop = _Loop(config, step, inputs, out, spent, clock)
-    meta = runs.read_meta(out) if resume else {}
     attempts = [*meta.get("attempts", []), {**runs.describe(fabric.device), "from_step": step.done}]
     runs.write_json(out / runs.META, {**meta, "attempts": attempts, "finished": None})
     result = loop.run(label or config.method, console, until)
@@ -131,7 +134,8 @@ def _restore(step: TrainingStep, out: Path, console: Console) -> tuple[float, fl
             f"{path} has format {state.get('format')!r}, this version reads {FORMAT}; start again with --overwrite"
         )
     step.load_state_dict(state["training"])
-    console.print(f"resuming {out} at step {step.done} of {step.steps}", soft_wrap=True, markup=False)
+    if step.done < step.steps:
+        console.print(f"resuming {out} at step {step.done} of {step.steps}", soft_wrap=True, markup=False)
     return float(state["seconds"]), float(state.get("device_seconds", state["seconds"]))
 
 
@@ -209,9 +213,8 @@ class _Loop:
                     f"stopped by {stop.name} after step {step.done} of {step.steps}; everything is saved.\n"
                     f"Continue with: duel train --out {self.out} --resume"
                 )
-        labelled = self.inputs.train.labels is not None
         spent, shared = self.seconds, self.device_seconds
-        return RunResult(self.out, step.done, finished, self.metrics, spent, stop.name, labelled, shared)
+        return RunResult(self.out, step.done, finished, self.metrics, spent, stop.name, self.inputs.labelled, shared)
 
     def _warn_of_size(self, log: RunLog) -> None:
         config, slots = self.config, slots_for(self.config, self.inputs)
