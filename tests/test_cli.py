@@ -76,7 +76,7 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["train", "--bias", "0.5"], "bias must be >= 1, got 0.5"),
+        (["train", "--bias", "0.5"], "error: --bias must be >= 1, got 0.5"),
         (["train", "--recipe", "papr"], "did you mean 'paper'"),
         (["train", "--method", "simcrl"], "did you mean 'simclr'"),
         (["train", "--out", "nowhere", "--resume"], "nowhere is not a run directory"),
@@ -84,7 +84,7 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
         (["export", "nowhere"], "nowhere is not a run directory"),
         (["train", "--data", "cifar11"], "did you mean 'cifar10'"),
         (["train", "--data", "cifar10"], "--download"),
-        (["evaluate", "nowhere", "--shots", "0"], "shots must be >= 1"),
+        (["evaluate", "nowhere", "--shots", "0"], "error: --shots must be >= 1"),
         (["evaluate", "nowhere", "--probe-epochs", "0"], "error: --probe-epochs must be >= 1"),
         (["train", "--batch-size", "0"], "error: --batch-size must be >= 1, got 0"),
         (["train", "--policy", "fiffo"], "did you mean 'fifo'"),
@@ -92,18 +92,19 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
         (["train", "--augment", "non"], "did you mean 'none'"),
         (
             ["train", "--method", "simclr", "--memory-size", "64", "--score", "quadratic"],
-            "so --memory-size, score would",
+            "so --memory-size, --score would",
         ),
         (
             ["train", "--method", "moco", "--score", "linear", "--admit", "compete"],
-            "policy 'fifo' does not look at score, admit; leave that out, or use policy duel\n",
+            "policy 'fifo' does not look at --score, --admit; leave that out, or use policy duel\n",
         ),
         (["train", "--method", "d-moco", "--policy", "adaptive", "--at-once"], "does not look at --at-once"),
         (
             ["train", "--method", "d-moco", "--policy", "fifo", "--space", "backbone"],
-            "does not look at space; leave that out, or use policy duel or minred or adaptive",
+            "does not look at --space; leave that out, or use policy duel or minred or adaptive",
         ),
         (["train", "--method", "d-byol", "--source", "stream"], "use --source memory"),
+        (["train", "--method", "simclr", "--queue", "8"], "error: --queue is for moco"),
     ],
 )
 def test_mistakes_are_told_without_a_stack_trace(
@@ -132,6 +133,11 @@ def test_names_are_checked_before_torch_is_loaded() -> None:
         ("nothing at 'batch_size' or \"batch_size\"", "nothing at 'batch_size' or \"batch_size\""),
         ("runs/batch_size is there, batch_size.npz too", "runs/batch_size is there, batch_size.npz too"),
         ("lower --refresh, my_batch_size, batch_sizes", "lower --refresh, my_batch_size, batch_sizes"),
+        ("keeps no memory, so score, lr would do nothing", "keeps no memory, so --score, --lr would do nothing"),
+        ("temperature was given, but byol has no", "--temperature was given, but byol has no"),
+        ("data 'x' needs it; the bias must be; data, so lr", "data 'x' needs it; the bias must be; data, so lr"),
+        ("biases must be, seeds is for", "biases must be, seeds is for"),
+        ("take another policy; a score would do", "take another policy; a score would do"),
     ],
 )
 def test_settings_are_told_as_options(said: str, shown: str) -> None:

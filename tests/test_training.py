@@ -253,7 +253,7 @@ def test_output_directory_is_not_shared_by_two_runs() -> None:
         go(small(steps=2))
     assert go(small(steps=3), overwrite=True).steps == 3
     assert [p.name for p in checkpoint.checkpoints(Path("run") / runs.CHECKPOINTS)] == ["step-000000003.pt"]
-    with pytest.raises(UserError, match="both given"):
+    with pytest.raises(UserError, match=r"^--resume and --overwrite were both given"):
         go(small(steps=3), overwrite=True, resume=True)
 
 

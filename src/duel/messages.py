@@ -40,16 +40,24 @@ def plain_warnings() -> Iterator[None]:
         warnings.showwarning = before
 
 
-_SETTINGS = "|".join(
-    field.name for kind in (TrainConfig, EvaluationSettings) for field in dataclasses.fields(kind) if "_" in field.name
-)
-# Quoted words and whatever has a slash are passed over, so that values and paths stay as they are.
+_SETTINGS = {field.name for kind in (TrainConfig, EvaluationSettings) for field in dataclasses.fields(kind)}
+_ANY = "|".join(sorted(_SETTINGS))
+_UNMISTAKABLE = "|".join(sorted(name for name in _SETTINGS if "_" in name))
+# Quoted words and whatever has a slash are passed over, so that values and paths stay as they are. A setting that is a
+# plain word too, such as score, is meant where a message begins with it or lists it.
 _WORDS = re.compile(
     r"""(?P<kept>(?<!\w)'[^']*'|(?<!\w)"[^"]*"|\S*[/\\]\S*)|"""
-    rf"(?<![\w.-])(?P<name>{_SETTINGS})(?!\w|-|\.\w)"
+    rf"(?P<subject>\A(?:{_ANY}))(?= must | is for | was given)|"
+    rf"(?:(?<=, so )|(?<= look at ))(?P<listed>(?:{_ANY})(?:, (?:{_ANY}))*)(?= would|;)|"
+    rf"(?<![\w.-])(?P<name>{_UNMISTAKABLE})(?!\w|-|\.\w)"
 )
 
 
 def as_options(message: str) -> str:
     """The message with settings as they are written on the command line: batch_size becomes --batch-size."""
-    return _WORDS.sub(lambda m: m["kept"] or f"--{m['name'].replace('_', '-')}", message)
+    return _WORDS.sub(_as_option, message)
+
+
+def _as_option(found: re.Match[str]) -> str:
+    names = found["subject"] or found["listed"] or found["name"]
+    return found["kept"] or ", ".join(f"--{name.replace('_', '-')}" for name in names.split(", "))

@@ -40,7 +40,7 @@ def check_out(config: TrainConfig, *, resume: bool = False, overwrite: bool = Fa
     Nothing is written yet, so that a run that fails to start (no data, no GPU) leaves no trace.
     """
     if resume and overwrite:
-        raise UserError("resume and overwrite were both given: resume continues the run, overwrite deletes it")
+        raise UserError("--resume and --overwrite were both given: one continues the run, the other deletes it")
     out = Path(config.run_dir)
     if out.exists() and not out.is_dir():
         raise UserError(f"out {out} is a file; give a directory")
