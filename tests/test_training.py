@@ -393,11 +393,16 @@ def test_several_processes_for_one_run_are_refused(monkeypatch: pytest.MonkeyPat
     assert build_fabric(small()).device.type == "cpu"
 
 
-def test_lightning_says_nothing_of_the_precision(caplog: pytest.LogCaptureFixture) -> None:
-    log = rank_zero.log
+def test_lightning_says_nothing_of_precision_and_tensor_cores(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, config = rank_zero.log, small(precision="bf16")
     before = log.level
     with caplog.at_level(logging.INFO, logger=log.name):
-        build_fabric(small(precision="bf16"))
+        fabric = build_fabric(config)
+        setup = fabric.setup
+        monkeypatch.setattr(fabric, "setup", lambda *parts: (log.info("a GPU with tensor cores"), setup(*parts))[1])
+        TrainingStep(config, Inputs.load(config, fabric.device, test=False), fabric=fabric)
         log.info("still heard")
     assert [record.message for record in caplog.records] == ["still heard"]
     assert log.level == before

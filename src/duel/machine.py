@@ -57,7 +57,7 @@ def build_fabric(config: TrainConfig) -> Fabric:
         )
     device = resolve_device(config.device)
     Fabric = _fabric_class()
-    with _quietly():
+    with quietly():
         return Fabric(
             accelerator=device.type,
             devices=1 if device.index is None else [device.index],
@@ -66,7 +66,7 @@ def build_fabric(config: TrainConfig) -> Fabric:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Inside, Lightning does not announce the precision, praise tensor cores or hint at accelerators and clusters."""
     log = importlib.import_module("lightning_utilities.core.rank_zero").log  # which of its packages' came last
     before = log.level

@@ -24,6 +24,7 @@ from .errors import UserError
 from .folded import fold
 from .graph import Graph
 from .inputs import Inputs
+from .machine import quietly
 from .methods import Method, StepOutput, build, settings_of
 from .methods.base import Encoded, NegativeSource
 from .optimizers import Schedule, build_optimizer
@@ -113,7 +114,8 @@ class TrainingStep:
                     part.take_views_at_once()
                     fold(part.backbone)
                     part.backbone.compile(**how)
-        self._forward, self._optimizer = fabric.setup(self.method, self.optimizer)
+        with quietly():
+            self._forward, self._optimizer = fabric.setup(self.method, self.optimizer)
 
         self.images = torch.zeros(config.stream_items, *image_shape, dtype=torch.uint8, device=device)
         self.ids = torch.zeros(config.stream_items, dtype=torch.int64, device=device)

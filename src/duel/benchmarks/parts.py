@@ -45,6 +45,14 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
     upkeep = step.upkeep
     if upkeep is not None and step.config.source == "memory":
         found["sampling"] += timed(step._sample)
+    found |= {"replacement": 0.0, "refresh": 0.0}
+    if upkeep is not None:  # before the training on one batch again and again, which crowds embeddings together
+        newcomers = Newcomers(step, upkeep, repeats + SPARE)
+        bringing = timed(newcomers.next)
+        found["replacement"] = max(0.0, timed(newcomers.replace) - bringing)
+        if step.config.memory_holds_images:
+            care = timed(Newcomers(step, upkeep, repeats + SPARE).care)
+            found["refresh"] = max(0.0, care - bringing - found["replacement"])
     images, _ = step._sample()
     found["augmentation"] = timed(lambda: views(step, images))
     first, second = views(step, images)
@@ -52,14 +60,6 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
     with encoders_that_answer_at_once(step) as (dummy, _):
         found["loss"] = timed(lambda: train(step, dummy, dummy, only_loss=True))
     found["encoder"] = max(0.0, whole - found["loss"])
-    found |= {"replacement": 0.0, "refresh": 0.0}
-    if upkeep is not None:
-        newcomers = Newcomers(step, upkeep, repeats + SPARE)
-        bringing = timed(newcomers.next)
-        found["replacement"] = max(0.0, timed(newcomers.replace) - bringing)
-        if step.config.memory_holds_images:
-            care = timed(Newcomers(step, upkeep, repeats + SPARE).care)
-            found["refresh"] = max(0.0, care - bringing - found["replacement"])
     return found
 
 

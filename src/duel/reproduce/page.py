@@ -14,7 +14,7 @@ from .paper import below_previous
 from .plan import DRAWN, GRIDS, SCALES, TUNING
 from .rows import ROWS
 from .store import Record
-from .verdicts import Verdict
+from .verdicts import Claim, Verdict
 
 PAGE = "results.md"
 HEAD = """# Results
@@ -87,6 +87,11 @@ class Section:
     def title(self) -> str:
         return f"`{self.name}`" + ("" if self.steps is None else f", cut to {self.steps:,} steps")
 
+    def shows(self, *grids: str) -> bool:
+        """Of the scale's own length all that there is to run; of another, what has been run for half of the rows."""
+        rows = [any(self.evidence.runs(row, data) for data in GRIDS[g].data) for g in grids for row in GRIDS[g].rows]
+        return self.steps is None or 2 * sum(rows) >= len(rows)
+
 
 def write_page(results: Sequence[Path], docs: Path) -> Path:
     """Write `docs`/results.md from these result folders."""
@@ -113,7 +118,7 @@ def page(records: Iterable[Record], figures: Collection[str] = ()) -> str:
         mine = [record for record in found if record.scale == name]
         if mine or name in ("short", "paper"):
             sections += [_section(name, steps, mine) for steps in lengths(mine, name)]
-    parts = [HEAD, _summary(sections), WORDS, *_theory(figures)]
+    parts = [HEAD, _summary([section for section in sections if section.steps is None]), WORDS, *_theory(figures)]
     for section in sections:
         parts += _scale(section, figures)
     return "\n\n".join(parts) + "\n"
@@ -132,8 +137,14 @@ def _section(name: str, steps: int | None, records: Sequence[Record]) -> Section
         evidence,
         Evidence(records, SCALES[name], steps, tuning=True),
         sum(steps is None if r.own_length else r.config.steps == evidence.steps for r in records),
-        {title: {claim.text: claim.judge(evidence) for claim in block} for title, block in wanted.items()},
+        {title: _judged(block, evidence, all_of_them=steps is None) for title, block in wanted.items()},
     )
+
+
+def _judged(wanted: Iterable[Claim], evidence: Evidence, *, all_of_them: bool) -> dict[str, Verdict]:
+    """Claim -> verdict; of those that are not yet measured only if `all_of_them`."""
+    found = {claim.text: claim.judge(evidence) for claim in wanted}
+    return {text: verdict for text, verdict in found.items() if all_of_them or verdict.measured}
 
 
 def _summary(sections: Sequence[Section]) -> str:
@@ -179,19 +190,24 @@ def _scale(section: Section, figures: Collection[str]) -> Iterator[str]:
         return
     yield _origin(section) + (f" No memory has more than {scale.largest_memory} slots." if scale.largest_memory else "")
     for title, block in section.blocks.items():
-        yield f"### {title}"
-        yield _verdicts(block)
+        if block:
+            yield f"### {title}"
+            yield _verdicts(block)
     if name == "short" and section.steps is None and "figure3" in figures:
         yield _picture("figure3", "Mean intra- and inter-class cosine of test features over training")
     for grid, measures in _TABLES.items():
-        for measure in measures:
+        for measure in measures if section.shows(grid) else ():
             yield f"### {grid}: {MEASURES[measure]}"
             yield tables.by_bias(evidence, grid, measure)
-    yield "### Gap recovered"
-    yield tables.gaps(evidence)
-    yield "### Resources at ×27"
-    yield tables.resources(evidence)
+    if section.shows("table2"):
+        yield "### Gap recovered"
+        yield tables.gaps(evidence)
+    if section.shows("resources"):
+        yield "### Resources at ×27"
+        yield tables.resources(evidence)
     for grids in _LISTS:
+        if not section.shows(*grids):
+            continue
         yield f"### {' and '.join(grids)}: {'; '.join(GRIDS[grid].about for grid in grids)}"
         yield tables.listing(section.tuning if TUNING in grids else evidence, grids, name)
         if "ablation" in grids and any(evidence.runs(row, DRAWN[-1]) for row in GRIDS["ablation"].rows):

@@ -43,9 +43,13 @@ class Verdict:
         return self.outcome + self.note
 
     @property
+    def measured(self) -> bool:
+        return self.outcome != "not yet measured"
+
+    @property
     def short(self) -> str:
         """For a table of many: without the conditions, a star for an incomplete one."""
-        if self.outcome == "not yet measured":
+        if not self.measured:
             return "–"
         return self.outcome + " …" * self.outcome.endswith("when") + "\\*" * self.incomplete
 
