@@ -52,8 +52,7 @@ def test_narrow_dtypes_err_by_no_more_than_their_rounding(kind, dtype, score, ad
 @pytest.mark.parametrize("kind", ["isotropic", "lattice"])
 def test_mistakes_are_mended_by_many_programs(monkeypatch, kind, score, admit):
     monkeypatch.setattr(fused, "WHOLE", 1)
-    highest = fused._highest
-    monkeypatch.setattr(fused, "_highest", lambda bound, _: highest(bound, 16))
+    monkeypatch.setattr(fused, "CANDIDATES", 16)
     memory, incoming = (pool(kind, n, 32, seed, torch.float64) for n, seed in ((9000, 0), (128, 1)))
     want = replace(memory.cpu(), incoming.cpu(), score=score, admit=admit, engine="dense")
     got = replace(memory, incoming, score=score, admit=admit, engine="fused")
@@ -64,8 +63,7 @@ def test_mistakes_are_mended_by_many_programs(monkeypatch, kind, score, admit):
 def test_mending_in_several_places_at_once_comes_to_an_end(monkeypatch):
     """The programs that mend wait for each other, so all of them must find room on the GPU, whoever else mends."""
     monkeypatch.setattr(fused, "WHOLE", 1)
-    highest = fused._highest
-    monkeypatch.setattr(fused, "_highest", lambda bound, _: highest(bound, 16))
+    monkeypatch.setattr(fused, "CANDIDATES", 16)
     memory, incoming = (pool("isotropic", n, 512, seed, torch.float32) for n, seed in ((16384, 0), (128, 1)))
     want = replace(memory, incoming, score="gaussian:0.1", engine="fused").slots.tolist()
     streams, found = [torch.cuda.Stream() for _ in range(fused.SHARING)], []

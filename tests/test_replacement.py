@@ -11,13 +11,12 @@ import duel
 from duel import scores
 from duel.errors import UserError
 from duel.replacement import dense, expected_duplicates, fused, kernels, replace, replace_unchecked
-from duel.replacement.units import exact_products, exchange_units, exponent, total_units
-from duel.slots import put
+from duel.replacement.units import exact_products, exchange_units, exponent, likeliest, total_units
+from duel.slots import highest, put
 from pools import clusters, isotropic, judge, lattice, rounding
 
 SCORES = ["linear", "quadratic", "gaussian", "gaussian:0.1", "exponential", "0.1*gaussian:0.1+0.9*gaussian:0.003"]
 FAST = ["dense", "fused"]
-HIGHEST = fused._highest
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tests; tests/test_gpu.py has the GPU's")
@@ -130,7 +129,7 @@ def test_pruned_simulation_is_exact_on_larger_memories(monkeypatch, kind, score,
 def test_fused_verifies_and_mends(monkeypatch, kind, candidates, score, admit):
     """With few candidates the simulation is wrong and the literal kernel takes over; with enough it is not."""
     monkeypatch.setattr(fused, "WHOLE", 1)
-    monkeypatch.setattr(fused, "_highest", lambda bound, _: HIGHEST(bound, candidates))
+    monkeypatch.setattr(fused, "CANDIDATES", candidates)
     simulations: list[fused._Simulation] = []
     original = fused._Simulation
 
@@ -147,6 +146,42 @@ def test_fused_verifies_and_mends(monkeypatch, kind, candidates, score, admit):
     first_wrong = int(simulations[0].first_wrong)
     if candidates == 4:
         assert first_wrong < 12  # so few cannot have sufficed
+
+
+@pytest.mark.parametrize("admit", ["always", "compete"])
+@pytest.mark.parametrize("engine", FAST)
+def test_items_that_are_all_alike_are_no_mistakes(monkeypatch, engine, admit):
+    """A collapsed encoder gives them: every slot ties, and the lowest leaves, which must be among the candidates."""
+    item = isotropic(1, 16, 0)
+    memory, incoming = item.expand(90, 16).contiguous(), item.expand(12, 16).contiguous()
+    want = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine="reference")
+    verified, literal = dense.Batch.verified, fused._Launch._go_on
+
+    def all_verified(batch):
+        assert verified(batch) == 12
+        return 12
+
+    def nothing_to_mend(launch, seen, lost, total, inside, simulation):
+        assert int(simulation.first_wrong) == 12
+        literal(launch, seen, lost, total, inside, simulation)
+
+    init = dense.Batch.__init__
+    for module in (dense, fused):
+        monkeypatch.setattr(module, "WHOLE", 1)
+    monkeypatch.setattr(fused, "CANDIDATES", 16)
+    monkeypatch.setattr(dense.Batch, "__init__", lambda self, *args: init(self, *args[:-1], 16))
+    monkeypatch.setattr(dense.Batch, "verified", all_verified)
+    monkeypatch.setattr(fused._Launch, "_go_on", nothing_to_mend)
+    got = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine=engine)
+    assert got.slots.tolist() == want.slots.tolist()
+
+
+def test_candidates_are_the_most_duplicated_now_and_those_that_may_become_so():
+    total, bound = torch.tensor([5.0, 1, 4, 4, 0, 0]), torch.tensor([6.0, 9, 6, 8, 7, 9])
+    assert highest(total, 2)[0].tolist() == [0, 2]  # of equals the first
+    places, inside = likeliest(total.double(), bound.double(), 4)
+    assert places.tolist() == [0, 1, 3, 5]  # slot 0 for its N, the others for their bounds
+    assert inside.tolist() == [1, 1, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("engine", ["dense", "fused"])

@@ -1,4 +1,5 @@
-"""Several newcomers may name one slot. Who was first there, and who is there in the end, without a host read."""
+"""Slots of a memory, without a host read: those with the highest value; and, where several newcomers name one, who was
+first there and who is there in the end."""
 
 from __future__ import annotations
 
@@ -39,3 +40,17 @@ def put(rows: Tensor, slots: Tensor, values: Tensor) -> Tensor:
     """A copy of rows with `values` in `slots` (-1: nowhere); where a slot is named twice the last one stays."""
     last = last_newcomer(slots, rows.shape[0])
     return torch.where((last >= 0)[:, None], values[last.clamp(min=0)], rows)
+
+
+def highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The places of the `count` largest, int64 (count,), in ascending order, and int32 (n,), 1 at them.
+
+    Of equal values the first are taken: of items that are all alike it is the one in the first slot that leaves.
+    """
+    least = values.topk(count, sorted=False).values.min()
+    above, tied = values > least, values == least
+    inside = (above | (tied & (tied.cumsum(0) <= count - above.sum()))).int()
+    rank = torch.where(inside > 0, inside.cumsum(0) - 1, count)
+    places = torch.empty(count + 1, dtype=torch.int64, device=values.device)
+    places.scatter_(0, rank, torch.arange(values.shape[0], device=values.device))  # all others land in the last one
+    return places[:count], inside

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duel.replacement.units import total_units, units
+from duel.replacement.units import likeliest, total_units, units
 from duel.scores import Score
 
 #: Newcomers simulated at a time. Their pairwise h are a square matrix, so a huge batch goes in pieces.
@@ -104,7 +104,7 @@ class Batch:
             self.seen = units(score, incoming, memory, e)  # (B, K)
             # within a batch slot j never exceeds N(j) + Σ_b h(z_j · z_b)
             self.bound = total + _sum(self.seen, 0)
-            self.candidates = self.bound.topk(width, sorted=False).indices.sort().values
+            self.candidates, _ = likeliest(total, self.bound, width)
             memory, total = memory[self.candidates], total[self.candidates]
         self.items = torch.cat([incoming, memory])
         # float64 like N: to add a row of another dtype takes twice as long

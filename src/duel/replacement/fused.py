@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duel.replacement.units import CHUNK_ELEMENTS, has_shortcut, to_units, total_units
+from duel.replacement.units import CHUNK_ELEMENTS, has_shortcut, likeliest, to_units, total_units
 from duel.scores import Score
 from duel.slots import put
 
@@ -118,7 +118,7 @@ class _Launch:
         seen = self.memory @ self.incoming.T
         arriving = torch.zeros(count, dtype=torch.float64, device=self.memory.device)
         bound = self.scored(seen, out=seen, start=total, columns=arriving)
-        candidates, inside = _highest(bound, CANDIDATES)
+        candidates, inside = likeliest(total, bound, CANDIDATES)
         items = torch.cat([self.memory[candidates], self.incoming])
         h, _ = self._pairs(items, candidates.shape[0])
         simulation = _Simulation(self, h, total, arriving, skip, candidates)
@@ -235,15 +235,6 @@ def exchange_fused(total: Tensor, memory: Tensor, slots: Tensor, old: Tensor, sc
         total = total - launch.scored(memory @ old[first : first + BLOCK].T)
         anew.append(sums)
     return total.index_copy(0, slots, torch.cat(anew)) if anew else total.clone()
-
-
-def _highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The places of the `count` largest, in ascending order, and a mask of them. Cheaper than sorting the places."""
-    inside = torch.zeros_like(values, dtype=torch.int32).index_fill_(0, values.topk(count, sorted=False).indices, 1)
-    rank = torch.where(inside > 0, inside.cumsum(0) - 1, count)
-    places = torch.empty(count + 1, dtype=torch.int64, device=values.device)
-    places.scatter_(0, rank, torch.arange(values.shape[0], device=values.device))  # all others land in the last one
-    return places[:count], inside
 
 
 def _curve(score: Score, like: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from duel.scores import Score
+from duel.slots import highest
 
 #: Elements of h that exist at a time when N is computed from scratch.
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 28}
@@ -121,3 +122,13 @@ def exchange_units(total: Tensor, memory: Tensor, slots: Tensor, old: Tensor, sc
         anew = gained.T.scatter(1, part[:, None], 0.0)  # a changed slot is summed anew, without itself
         fresh.append(anew.sum(1, dtype=torch.float64))
     return result.index_copy(0, slots, torch.cat(fresh)) if fresh else result
+
+
+def likeliest(total: Tensor, bound: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`count` slots that may have to leave in a batch, as `slots.highest` gives them.
+
+    A quarter are those with the highest N now (total), the others those whose N can become highest (bound). The bound
+    alone, which knows of gains and not of losses, may miss the top of a memory that a broad score has evened out.
+    """
+    _, now = highest(total, count // 4)
+    return highest(torch.where(now > 0, torch.inf, bound), count)
