@@ -179,3 +179,16 @@ def test_the_debiased_loss_has_finite_gradients_and_takes_a_temperature_on_the_d
         (gradient,) = torch.autograd.grad(loss, z)
         assert torch.isfinite(gradient).all()
         assert gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize("debias", [None, 0.1])
+def test_an_anchor_whose_every_negative_is_blocked_has_a_finite_gradient(debias: float | None) -> None:
+    z1, z2, negatives = (torch.randn(n, 8) for n in (1, 1, 3))
+    blocked = torch.ones(1, 3, dtype=torch.bool)
+    z1.requires_grad_()
+    loss = nt_xent(z1, z2, temperature=0.2, negatives=negatives, blocked=blocked, debias=debias)
+    loss = loss + info_nce(z1, z2, negatives, temperature=0.2, blocked=blocked, in_batch=True)
+    loss.backward()
+    assert loss == 0
+    assert z1.grad is not None
+    assert z1.grad.abs().max() < 1e-6

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+#: A logit that counts for nothing. Not -inf, of which a row where nothing counts would make NaN gradients.
+NEVER = -1e30
+
 
 def unit(vectors: Tensor) -> Tensor:
     """Rows scaled to unit length, float32: (n, d) -> (n, d)."""
@@ -44,13 +47,12 @@ def info_nce(
         The mean over the batch, a float32 scalar.
     """
     with torch.autocast(query.device.type, enabled=False):
-        query, key = unit(query), unit(key.detach())
-        positive = (query * key).sum(dim=1, keepdim=True)  # (b, 1)
-        columns = [positive, _against(query, negatives, blocked)]
+        query, key = unit(query) / temperature, unit(key.detach())
+        others = [_against(query, negatives, blocked)]
         if in_batch:
             same = _same_item(query.shape[0], query.device, ids)  # its own key is the positive already
-            columns.append((query @ key.T).masked_fill(same, -torch.inf))
-        return _mean_loss(torch.cat(columns, dim=1), positive, temperature)
+            others.append((query @ key.T).masked_fill(same, NEVER))
+        return _mean_loss((query * key).sum(dim=1), others)
 
 
 def nt_xent(
@@ -79,15 +81,16 @@ def nt_xent(
     with torch.autocast(z1.device.type, enabled=False):
         b = z1.shape[0]
         z = unit(torch.cat([z1, z2]))  # (2b, d)
-        cosines = z @ z.T
-        positive = torch.cat([cosines.diagonal(b), cosines.diagonal(-b)]).unsqueeze(1)  # (2b, 1)
-        same = _same_item(b, z.device, ids).repeat(2, 2)  # itself, and the positive, which has its own column
-        columns = [positive, cosines.masked_fill(same, -torch.inf)]
+        anchors = z / temperature
+        logits = anchors @ z.T
+        positive = torch.cat([logits.diagonal(b), logits.diagonal(-b)])  # (2b,)
+        same = _same_item(b, z.device, ids).repeat(2, 2)  # itself, and the positive, which counts apart
+        others = [logits.masked_fill(same, NEVER)]
         if negatives is not None:
-            columns.append(_against(z, negatives, None if blocked is None else blocked.repeat(2, 1)))
+            others.append(_against(anchors, negatives, None if blocked is None else blocked.repeat(2, 1)))
         if debias is not None:
-            return _debiased_loss(torch.cat(columns[1:], dim=1), positive.squeeze(1), temperature, debias)
-        return _mean_loss(torch.cat(columns, dim=1), positive, temperature)
+            return _debiased_loss(positive, torch.cat(others, dim=1), temperature, debias)
+        return _mean_loss(positive, others)
 
 
 def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
@@ -99,10 +102,10 @@ def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
         return -(unit(prediction) * unit(target.detach())).sum(dim=1).mean()
 
 
-def _against(rows: Tensor, negatives: Tensor, blocked: Tensor | None) -> Tensor:
-    """Cosines of unit rows (m, d) with the negatives (n, d); -inf where blocked."""
-    cosines = rows @ unit(negatives.detach()).T
-    return cosines if blocked is None else cosines.masked_fill(blocked, -torch.inf)
+def _against(anchors: Tensor, negatives: Tensor, blocked: Tensor | None) -> Tensor:
+    """Logits of anchors (m, d), unit rows over the temperature, with the negatives (n, d); `NEVER` where blocked."""
+    logits = anchors @ unit(negatives.detach()).T
+    return logits if blocked is None else logits.masked_fill(blocked, NEVER)
 
 
 def _same_item(b: int, device: torch.device, ids: Tensor | None) -> Tensor:
@@ -112,22 +115,28 @@ def _same_item(b: int, device: torch.device, ids: Tensor | None) -> Tensor:
     return ids.unsqueeze(1) == ids.unsqueeze(0)
 
 
-def _debiased_loss(cosines: Tensor, positive: Tensor, temperature: float | Tensor, chance: float) -> Tensor:
+def _debiased_loss(positive: Tensor, others: Tensor, temperature: float | Tensor, chance: float) -> Tensor:
     """-log(p / (p + G)): of the negatives' sum G, the share that same-class ones are expected to have is taken off.
 
-    cosines (m, n): of the negatives, -inf where there is none. positive (m,). With N negatives and p = exp(s⁺/τ),
-    G = max((Σ exp(s/τ) - N τ⁺ p) / (1 - τ⁺), N exp(-1/τ)), in logarithms, which no temperature makes overflow.
+    Logits: positive (m,), others (m, n). With N negatives and p = exp(positive),
+    G = max((Σ exp(others) - N τ⁺ p) / (1 - τ⁺), N exp(-1/τ)), in logarithms, which no temperature makes overflow.
     """
-    count = (cosines > -torch.inf).sum(dim=1)
-    total = torch.logsumexp(cosines / temperature, dim=1)
-    removed = (positive / temperature + (chance * count).log() - total).exp()  # as a share of the total
+    count = (others > NEVER).sum(dim=1)
+    total = torch.logsumexp(others, dim=1)
+    removed = (positive + (chance * count).log() - total).exp()  # as a share of the total
     left = 1 - removed
     estimate = total + left.clamp(min=torch.finfo(left.dtype).tiny).log() - math.log1p(-chance)
     least = count.log() - 1 / temperature
     corrected = torch.maximum(torch.where(left > 0, estimate, least), least)
-    return F.softplus(corrected - positive / temperature).mean()
+    return F.softplus(corrected - positive).mean()
 
 
-def _mean_loss(cosines: Tensor, positive: Tensor, temperature: float | Tensor) -> Tensor:
-    """-log softmax of the positive among all columns, averaged over rows."""
-    return (torch.logsumexp(cosines / temperature, dim=1) - positive.squeeze(1) / temperature).mean()
+def _mean_loss(positive: Tensor, others: list[Tensor]) -> Tensor:
+    """-log softmax of the positive (m,) among itself and all others (m, n), averaged over rows; all are logits.
+
+    Each matrix is summed where it is: to put them side by side would be another pass over all of them.
+    """
+    total = positive
+    for logits in others:
+        total = torch.logaddexp(total, torch.logsumexp(logits, dim=1))
+    return (total - positive).mean()
