@@ -14,6 +14,7 @@ from rich.console import Console
 
 from duel import WorkingMemory, contents, recipes, runs
 from duel.data import ArraySource
+from duel.errors import UserError
 from duel.policies import AdaptiveDuel, Duel
 from duel.trained import load_trained
 from duel.training import train
@@ -123,3 +124,28 @@ def test_a_list_that_cannot_be_written_costs_no_run(tmp_path, monkeypatch):
     config = dataclasses.replace(recipes.demo("d-simclr"), out="run", steps=2, batch_size=8, memory_size=16)
     assert train(config, console=Console(file=said, width=200)).finished
     assert f"warning: cannot write {Path('run', runs.MEMORY)} (No space left on device)" in said.getvalue()
+
+
+@pytest.mark.parametrize("change", ["fewer", "renamed"])
+def test_a_run_is_not_resumed_on_other_files(change, tmp_path, monkeypatch):
+    """The stream and the memory know items by number: a name less, and every number means another file."""
+    monkeypatch.chdir(tmp_path)
+    Path("pictures").mkdir()
+    for i in range(30):
+        Image.new("RGB", (8, 8), (8 * i, 0, 9)).save(f"pictures/{i:02}.png")
+    config = dataclasses.replace(
+        recipes.demo("d-simclr"), data="pictures", image_size=8, out="run", steps=4, batch_size=8, memory_size=16,
+        checkpoint_every=2,
+    )  # fmt: skip
+    train(config, console=Console(quiet=True), until=0.0)
+    if change == "fewer":
+        Path("pictures/00.png").unlink()
+    else:
+        Path("pictures/00.png").rename("pictures/99.png")
+    with pytest.raises(
+        UserError, match=r"'pictures' has other images than when run.*put the files back"
+    ):
+        train(config, console=Console(quiet=True), resume=True)
+    if change == "renamed":
+        Path("pictures/99.png").rename("pictures/00.png")
+        assert train(config, console=Console(quiet=True), resume=True).finished

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from torch import nn
 
 from duel import folded
+from duel.batchnorm import prepare_views
 from duel.encoders import backbone, encoder, mlp, resolve
 from duel.errors import UserError
+from duel.evaluation.features import reestimate_batchnorm
 from duel.stem import StemConv2d
 
 
@@ -173,6 +176,47 @@ def test_folded_blocks_encode_as_plain_ones_do(name: str, blocks: int, monkeypat
         monkeypatch.setattr(folded, "_takes", lambda x: False)
         assert torch.allclose(changed, network(images), rtol=1e-9)
     assert not torch.allclose(changed, wanted, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_folded_blocks_compile_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folded, "_takes", lambda x: True)
+    network, images = _lived_in(name).double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    assert prepare_views(network)
+    with torch.no_grad():
+        wanted = network(images)
+        folded.fold(network)
+        compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+        assert torch.allclose(compiled(images), wanted, rtol=1e-9)
+
+
+def test_statistics_of_folded_blocks_are_estimated_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folded, "_takes", lambda x: True)
+    plain = _lived_in("resnet18")
+    network = copy.deepcopy(plain)
+    folded.fold(network)
+    batches = [torch.randn(4, 3, 16, 16) for _ in range(2)]
+    for each in (plain, network):
+        reestimate_batchnorm(each, batches)
+    for (name, wanted), found in zip(plain.named_buffers(), network.buffers(), strict=True):
+        assert torch.equal(found, wanted), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_cudnn_s_fused_convolutions_encode_as_plain_ones_do(name: str) -> None:
+    network = _lived_in(name).cuda().to(memory_format=torch.channels_last)
+    images = torch.randn(16, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        wanted = network(images)
+        with torch.autocast("cuda", torch.bfloat16):
+            rounded = network(images)
+            assert folded.fold(network)
+            found = network(images)
+    error = (rounded - wanted).norm()
+    assert (found - wanted).norm() < 2 * error
+    assert not torch.equal(found, rounded)
 
 
 def test_a_block_that_is_trained_is_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:

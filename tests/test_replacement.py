@@ -182,6 +182,7 @@ def test_candidates_are_the_most_duplicated_now_and_those_that_may_become_so():
     places, inside = likeliest(total.double(), bound.double(), 4)
     assert places.tolist() == [0, 1, 3, 5]  # slot 0 for its N, the others for their bounds
     assert inside.tolist() == [1, 1, 0, 1, 0, 1]
+    assert (((found := highest(torch.tensor([1.0, torch.nan, 2.0]), 2)[0]) >= 0) & (found < 3)).all()  # never outside
 
 
 @pytest.mark.parametrize("engine", ["dense", "fused"])

@@ -477,11 +477,14 @@ def test_other_data_are_evaluated_into_a_file_of_their_own() -> None:
     other = evaluate("run", data="more/digits.npz", **quick)
     assert other["images"] != own["images"]
     written = {path.name: json.loads(path.read_text()) for path in Path("run").glob("evaluation*")}
-    assert set(written) == {runs.EVALUATION, "evaluation-more-digits.npz.json"}
+    elsewhere = evaluation_file("run", "more/digits.npz").name
+    assert re.fullmatch(r"evaluation-more-digits\.npz-[0-9a-f]{8}\.json", elsewhere)
+    assert set(written) == {runs.EVALUATION, elsewhere}
     assert written[runs.EVALUATION]["images"] == own["images"]
-    assert written["evaluation-more-digits.npz.json"]["images"] == other["images"]
+    assert written[elsewhere]["images"] == other["images"]
+    Path("run/evaluation-notes.json").write_text("mine")
     go(small(steps=2), overwrite=True)
-    assert not list(Path("run").glob("evaluation*"))
+    assert [path.name for path in Path("run").glob("evaluation*")] == ["evaluation-notes.json"]
 
 
 def test_the_run_s_own_data_are_known_by_any_spelling() -> None:
@@ -493,8 +496,9 @@ def test_the_run_s_own_data_are_known_by_any_spelling() -> None:
     ):
         runs.prepare(Path("run"), small(data=own), overwrite=False)
         assert evaluation_file("run", spelled) == evaluation_file("run") == Path("run") / runs.EVALUATION
-    names = {evaluation_file("run", data).name for data in ("a/val", "b/val", "/a/val.npz", "../x" * 200)}
-    assert len(names) == 4
+    others = ("a/val", "a-val", "b/val", "/a/val.npz", "../x" * 200, "../x" * 201, ".", "./digits", "./stl10")
+    names = {evaluation_file("run", data).name for data in others}
+    assert len(names) == len(others)
     assert max(map(len, names)) < 80
     assert all(re.fullmatch(r"evaluation-[a-z][\w.-]*\.json", name) for name in names)
 

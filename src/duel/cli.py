@@ -150,7 +150,7 @@ class Evaluate:
     duel evaluate runs/simclr
 
     Prints a table and writes evaluation.json, with the protocol in it, to the run directory; measured on other data
-    (--data), evaluation-DATA.json.
+    (--data), evaluation-DATA-….json.
     """
 
     run_dir: RunDir

@@ -37,11 +37,11 @@ def _columns(memory: WorkingMemory, source: Source) -> list[list[object]]:
         ranked = torch.sort(memory.policy.carried(memory), descending=True, stable=True)
         order, duplicates = ranked.indices, [f"{n:.6g}" for n in ranked.values.tolist()]
 
-    ids = memory["id"][order].cpu()
+    ids, paths = memory["id"][order].cpu(), getattr(source, "paths", None)
     return [
         order.tolist(),
         ids.tolist(),
-        nothing if source.paths is None else source.paths[ids.numpy()].tolist(),
+        nothing if paths is None else paths[ids.numpy()].tolist(),
         nothing if source.labels is None else [source.classes[i] for i in source.labels[ids].tolist()],
         memory.age[order].tolist(),
         memory.staleness[order].tolist(),

@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from timm.models.resnet import BasicBlock, Bottleneck
 from torch import Tensor, nn
 
+from .batchnorm import ViewBatchNorm
 
-@torch.library.custom_op("duel::conv_relu", mutates_args=())
+_SCHEMA = "(Tensor x, Tensor weight, Tensor bias, Tensor? shortcut, SymInt[] stride, SymInt[] padding) -> Tensor"
+
+
+@torch.library.custom_op("duel::conv_relu", mutates_args=(), schema=_SCHEMA)  # torch 2.6 infers none from list[int]
 def conv_relu(
     x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, stride: list[int], padding: list[int]
 ) -> Tensor:
@@ -32,8 +36,14 @@ def _(
     return F.conv2d(x, weight, None, stride, padding)
 
 
+def available(device: torch.device) -> bool:
+    """Whether cuDNN has such kernels there for bf16."""
+    cudnn = device.type == "cuda" and torch.version.hip is None and torch.backends.cudnn.enabled
+    return cudnn and torch.cuda.get_device_capability(device)[0] >= 8
+
+
 def _takes(x: Tensor) -> bool:
-    """Whether cuDNN's fused kernels do: half precision, and no tensor in the block with 2³¹ numbers or more."""
+    """Whether they take this input: in half precision, and no tensor of the block has 2³¹ numbers or more."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.numel() * 4 < 2**31
 
 
@@ -53,19 +63,20 @@ class _Folding:
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if self.training or torch.is_grad_enabled() or not _takes(x):
+        row = [(getattr(self, f"conv{i}"), getattr(self, f"bn{i}")) for i in (1, 2, 3) if hasattr(self, f"conv{i}")]
+        beside = [] if self.downsample is None else [tuple(self.downsample)]
+        # a BatchNorm may train where its block does not: while its statistics are estimated anew
+        trains = self.training or any(norm.training for _, norm in (*row, *beside))
+        if trains or torch.is_grad_enabled() or not _takes(x):
             plain: Tensor = super().forward(x)  # type: ignore[misc]
             return plain
         shortcut, shift = x, torch.zeros((), device=x.device)
-        if self.downsample is not None:
-            convolution, norm = self.downsample
+        for convolution, norm in beside:
             weight, shift = _folded(convolution, norm, x.dtype)  # its bias is added with the last convolution's
             shortcut = F.conv2d(x, weight, None, convolution.stride, convolution.padding)
-        names = [i for i in (1, 2, 3) if hasattr(self, f"conv{i}")]
-        for i in names:
-            last = i == names[-1]
-            convolution = getattr(self, f"conv{i}")
-            weight, bias = _folded(convolution, getattr(self, f"bn{i}"), x.dtype)
+        for i, (convolution, norm) in enumerate(row, 1):
+            last = i == len(row)
+            weight, bias = _folded(convolution, norm, x.dtype)
             bias = (bias + shift if last else bias).to(x.dtype)
             how: Any = (list(convolution.stride), list(convolution.padding))
             x = conv_relu(x, weight, bias, shortcut if last else None, *how)
@@ -96,13 +107,13 @@ def _is_plain(block: Any) -> bool:
     """Whether a block of timm's is convolutions, BatchNorm and ReLU and nothing else."""
     main = [part for name, part in block.named_children() if name != "downsample"]
     down = [] if block.downsample is None else list(block.downsample)
-    if down and [isinstance(down[0], nn.Conv2d), isinstance(down[-1], nn.BatchNorm2d), len(down)] != [True, True, 2]:
+    if down and (len(down) != 2 or not isinstance(down[0], nn.Conv2d) or not isinstance(down[1], nn.BatchNorm2d)):
         return False
-    known = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.Identity)
+    known = (nn.Conv2d, nn.BatchNorm2d, ViewBatchNorm, nn.ReLU, nn.Identity)  # and none of their other subclasses
     convolutions = [part for part in (*main, *down) if isinstance(part, nn.Conv2d)]
     norms = [part for part in (*main, *down) if isinstance(part, nn.BatchNorm2d)]
     return (
-        all(isinstance(part, known) for part in main)
+        all(type(part) in known for part in (*main, *down))
         and not any(c.bias is not None or c.groups > 1 or c.padding_mode != "zeros" for c in convolutions)
         and not any(isinstance(c.padding, str) or set(c.dilation) != {1} for c in convolutions)
         and all(n.affine and n.track_running_stats for n in norms)

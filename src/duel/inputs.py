@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,6 +65,13 @@ class Inputs:
     @property
     def items(self) -> int:
         return len(self.train) if self.ids is None else len(self.ids)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Another one when items no longer have the numbers by which a stream and a memory know them."""
+        paths = getattr(self.train, "paths", None)
+        names = "" if paths is None else "\0".join(paths.tolist())
+        return sha256(f"{len(self.train)}\0{names}".encode(errors="surrogatepass")).hexdigest()
 
     @property
     def labelled(self) -> bool:

@@ -4,7 +4,7 @@ config.json  the TrainConfig           checkpoints/  step-NNNNNNNNN.pt, the late
 run.json     versions, hardware, commit metrics.csv   one line per log interval; tensorboard/ holds the same
 subset.npy   ids kept by bias_mode subset            evaluation.json  what `duel evaluate` measured
 memory.csv   what the memory held when the newest checkpoint was written
-evaluation-DATA.json  what it measured on other data than the run's own
+evaluation-DATA-….json  what it measured on other data than the run's own
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .config import TrainConfig
 from .errors import UserError
 
 CONFIG, META, METRICS, SUBSET, EVALUATION = "config.json", "run.json", "metrics.csv", "subset.npy", "evaluation.json"
-MEMORY, EVALUATION_OF_OTHERS = "memory.csv", "evaluation-*.json"
+MEMORY, EVALUATION_OF_OTHERS = "memory.csv", f"evaluation-*-{'[0-9a-f]' * 8}.json"
 COMMIT_VARIABLE = "DUEL_COMMIT"
 CHECKPOINTS, TENSORBOARD, FEATURES = "checkpoints", "tensorboard", "features"
 _OURS = (CONFIG, META, METRICS, SUBSET, MEMORY, EVALUATION, CHECKPOINTS, TENSORBOARD, FEATURES)

@@ -51,6 +51,6 @@ def highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     above, tied = values > least, values == least
     inside = (above | (tied & (tied.cumsum(0) <= count - above.sum()))).int()
     rank = torch.where(inside > 0, inside.cumsum(0) - 1, count)
-    places = torch.empty(count + 1, dtype=torch.int64, device=values.device)
+    places = torch.zeros(count + 1, dtype=torch.int64, device=values.device)  # of NaNs any, but such as there are
     places.scatter_(0, rank, torch.arange(values.shape[0], device=values.device))  # all others land in the last one
     return places[:count], inside

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import folded
 from .config import TrainConfig
 from .data.augment import Augment
 from .encoders import Encoder, encoder
 from .errors import UserError
-from .folded import fold
 from .graph import Graph
 from .inputs import Inputs
 from .machine import quietly
@@ -112,7 +112,8 @@ class TrainingStep:
                 part.projection.register_forward_hook(self._count_images)
                 if compiled:
                     part.take_views_at_once()
-                    fold(part.backbone)
+                    if folded.available(device):
+                        folded.fold(part.backbone)
                     part.backbone.compile(**how)
         with quietly():
             self._forward, self._optimizer = fabric.setup(self.method, self.optimizer)

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from . import runs
 from .config import TrainConfig
+from .data.sources import NAMES
 from .encoders import Encoder
 from .errors import UserError
 from .evaluation.settings import EvaluationSettings
@@ -120,15 +122,15 @@ def evaluate(
 def evaluation_file(run: str | os.PathLike[str], data: str | None = None) -> Path:
     """Where `evaluate` writes: evaluation.json, or for other data than the run's own a file named after them."""
     own = runs.load_config(Path(run)).data
-    if data is None or _place(data) in map(_place, (own, _MEASURED_ON.get(own, own))):
+    if not data or _place(data) in map(_place, (own, _MEASURED_ON.get(own, own))):
         return Path(run) / runs.EVALUATION
-    name = re.sub(r"[^\w.]+", "-", data)[-60:].strip("-.")  # names of files may not be long
-    return Path(run) / runs.EVALUATION_OF_OTHERS.replace("*", name)
+    name = re.sub(r"[^\w.]+", "-", data)[-50:].strip("-.") or "data"  # names of files may not be long
+    return Path(run) / f"evaluation-{name}-{sha256(os.fsencode(_place(data))).hexdigest()[:8]}.json"
 
 
 def _place(data: str) -> Path:
-    """The same for two spellings of a path; of a data set's name, itself in some folder."""
-    return Path(data).expanduser().resolve()
+    """The same for two spellings of a path; of a data set's name, itself."""
+    return Path(data) if data in NAMES else Path(data).expanduser().resolve()
 
 
 def export(

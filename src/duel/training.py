@@ -82,7 +82,7 @@ def train(
     peak = PeakMemory(fabric.device)
     inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
     step = TrainingStep(config, inputs, fabric=fabric)
-    spent = _restore(step, out, console) if resume else (0.0, 0.0)
+    spent = _restore(step, inputs, out, console) if resume else (0.0, 0.0)
     meta = runs.read_meta(out) if resume else {}
     if meta.get("finished") and step.done == step.steps:
         console.print(f"{out} is finished ({step.done} steps): nothing to be done", soft_wrap=True, markup=False)
@@ -119,7 +119,7 @@ def _peak(now: int | None, before: dict[str, Any]) -> int | None:
     return now if now is None or earlier is None else max(now, earlier)
 
 
-def _restore(step: TrainingStep, out: Path, console: Console) -> tuple[float, float]:
+def _restore(step: TrainingStep, inputs: Inputs, out: Path, console: Console) -> tuple[float, float]:
     """Put the newest good checkpoint into `step`; returns the seconds spent before it, also by the clock given then."""
     # images that are kept on the host may not fit on the device
     where = "cpu" if step.config.memory_images == "host" else step.device
@@ -132,6 +132,11 @@ def _restore(step: TrainingStep, out: Path, console: Console) -> tuple[float, fl
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {state.get('format')!r}, this version reads {FORMAT}; start again with --overwrite"
+        )
+    if state.get("items", inputs.fingerprint) != inputs.fingerprint:
+        raise UserError(
+            f"{step.config.data!r} has other images than when {path} was written ({len(inputs.train):,} now), and the "
+            "stream and the memory know them by their number; put the files back, or start again with --overwrite"
         )
     step.load_state_dict(state["training"])
     if step.done < step.steps:
@@ -309,13 +314,14 @@ class _Loop:
         try:
             if self.step.memory is not None:
                 contents.write(path, self.step.memory, self.inputs.train)
-        except OSError as error:
-            log.say(f"warning: cannot write {path} ({error.strerror or error})")
+        except (OSError, ValueError) as error:
+            log.say(f"warning: cannot write {path} ({getattr(error, 'strerror', None) or error})")
 
     def _inputs_state(self) -> dict[str, Any]:
         """What evaluating and exporting need to know besides the weights."""
         mean, std = self.inputs.stats
-        return {"image_shape": list(self.inputs.train.shape), "mean": list(mean), "std": list(std)}
+        shape, items = list(self.inputs.train.shape), self.inputs.fingerprint
+        return {"image_shape": shape, "mean": list(mean), "std": list(std), "items": items}
 
     def _astray(self, bad: int | None) -> NonFiniteLoss:
         step = self.step.done - 1 if bad is None else bad

@@ -42,13 +42,9 @@ class Source(Protocol):
     labels: Tensor | None  # int64 (n,), on the CPU, 0 <= label < len(classes)
     shape: tuple[int, int, int]  # (c, h, w) of every image
     skipped: tuple[str, ...]  # files left out, each with the reason
+    # one of files also has `paths`, each item's: str (n,)
 
     def __len__(self) -> int: ...
-
-    @property
-    def paths(self) -> NDArray[np.str_] | None:
-        """Each item's file, (n,); None where items are not files."""
-        ...
 
     def images(self, ids: Tensor) -> Tensor:
         """ids int64 (b,) -> uint8 (b, c, h, w) on the device of ids."""
@@ -88,6 +84,8 @@ class ArraySource:
             classes = classes or tuple(str(c) for c in range(high + 1))
             if low < 0 or high >= len(classes):
                 raise UserError(f"labels of {name} must be in 0..{len(classes) - 1}, got {low}..{high}")
+        if paths is not None and len(paths) != len(images):
+            raise UserError(f"paths of {name} must be {len(images)}, one per image, got {len(paths)}")
         self.data, self.labels, self.name, self.classes = images, labels, name, classes
         self.resident, self.skipped, self.paths = resident, skipped, paths
         self.shape: tuple[int, int, int] = (images.shape[1], images.shape[2], images.shape[3])

@@ -130,5 +130,5 @@ def likeliest(total: Tensor, bound: Tensor, count: int) -> tuple[Tensor, Tensor]
     A quarter are those with the highest N now (total), the others those whose N can become highest (bound). The bound
     alone, which knows of gains and not of losses, may miss the top of a memory that a broad score has evened out.
     """
-    _, now = highest(total, count // 4)
+    _, now = highest(total, max(1, count // 4))
     return highest(torch.where(now > 0, torch.inf, bound), count)

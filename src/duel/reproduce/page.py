@@ -89,7 +89,8 @@ class Section:
 
     def shows(self, *grids: str) -> bool:
         """Of the scale's own length all that there is to run; of another, what has been run for half of the rows."""
-        rows = [any(self.evidence.runs(row, data) for data in GRIDS[g].data) for g in grids for row in GRIDS[g].rows]
+        found = self.tuning if TUNING in grids else self.evidence
+        rows = [any(found.runs(row, data) for data in GRIDS[g].data) for g in grids for row in GRIDS[g].rows]
         return self.steps is None or 2 * sum(rows) >= len(rows)
 
 
