@@ -142,9 +142,7 @@ def test_a_run_is_not_resumed_on_other_files(change, tmp_path, monkeypatch):
         Path("pictures/00.png").unlink()
     else:
         Path("pictures/00.png").rename("pictures/99.png")
-    with pytest.raises(
-        UserError, match=r"'pictures' has other images than when run.*put the files back"
-    ):
+    with pytest.raises(UserError, match=r"'pictures' has other images than when run.*put the files back"):
         train(config, console=Console(quiet=True), resume=True)
     if change == "renamed":
         Path("pictures/99.png").rename("pictures/00.png")

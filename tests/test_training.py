@@ -158,7 +158,7 @@ def test_a_stop_while_the_memory_is_filled_is_resumed_there(monkeypatch: pytest.
     said.clear()
     assert go(dataclasses.replace(config, out="parts"), resume=True).finished
     assert said[:2] == ["filling the memory: 64 of 70", "filling the memory: 70 of 70"]
-    assert said[-2:] == ["filling the queue: 40 of 40", ""]
+    assert said[-2:] == ["filling the queue: 40 of 40 (--queue)", ""]
     assert_same(final_state("whole"), final_state("parts"))
 
 

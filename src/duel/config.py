@@ -33,7 +33,7 @@ class TrainConfig:
     recipe: str = "standard"
     """The recipe that set the defaults; kept with the run for the record."""
     out: str | None = field(default=None, metadata=_FREE)
-    """Run directory; by default runs/<data>-<method>-x<bias>-seed<seed>."""
+    """Run directory; by default runs/<data>[-memory]-<method>-x<bias>-seed<seed>."""
     seed: int = 0
     """Seed of the weights, the stream, the augmentation and the policy."""
     epochs: float = 200.0

@@ -1,4 +1,4 @@
-"""Residual blocks that only encode: BatchNorm folded into each convolution, with ReLU and shortcut in its kernel."""
+"""Residual blocks that only encode: the last convolution in one kernel with its BatchNorm, the shortcut and ReLU."""
 
 from __future__ import annotations
 
@@ -11,28 +11,23 @@ from torch import Tensor, nn
 
 from .batchnorm import ViewBatchNorm
 
-_SCHEMA = "(Tensor x, Tensor weight, Tensor bias, Tensor? shortcut, SymInt[] stride, SymInt[] padding) -> Tensor"
+_SCHEMA = "(Tensor x, Tensor weight, Tensor bias, Tensor shortcut, SymInt[] stride, SymInt[] padding) -> Tensor"
 
 
-@torch.library.custom_op("duel::conv_relu", mutates_args=(), schema=_SCHEMA)  # torch 2.6 infers none from list[int]
-def conv_relu(
-    x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, stride: list[int], padding: list[int]
+@torch.library.custom_op("duel::conv_add_relu", mutates_args=(), schema=_SCHEMA)  # torch 2.6 infers none from list[int]
+def conv_add_relu(
+    x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor, stride: list[int], padding: list[int]
 ) -> Tensor:
     """relu(conv2d(x, weight, bias) + shortcut): on a GPU by cuDNN, which writes the result once and reads it not at
     all."""
     if not x.is_cuda:
-        y = F.conv2d(x, weight, bias, stride, padding)
-        return F.relu_(y if shortcut is None else y + shortcut)
+        return F.relu_(F.conv2d(x, weight, bias, stride, padding) + shortcut)
     how: Any = (stride, padding, (1, 1), 1)
-    if shortcut is None:
-        return torch.cudnn_convolution_relu(x, weight, bias, *how)
     return torch.cudnn_convolution_add_relu(x, weight, shortcut, 1.0, bias, *how)
 
 
-@conv_relu.register_fake
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, stride: list[int], padding: list[int]
-) -> Tensor:
+@conv_add_relu.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor, stride: list[int], padding: list[int]) -> Tensor:
     return F.conv2d(x, weight, None, stride, padding)
 
 
@@ -72,15 +67,16 @@ class _Folding:
             return plain
         shortcut, shift = x, torch.zeros((), device=x.device)
         for convolution, norm in beside:
-            weight, shift = _folded(convolution, norm, x.dtype)  # its bias is added with the last convolution's
+            weight, shift = _folded(convolution, norm, x.dtype)  # its bias is added with the other's
             shortcut = F.conv2d(x, weight, None, convolution.stride, convolution.padding)
-        for i, (convolution, norm) in enumerate(row, 1):
-            last = i == len(row)
-            weight, bias = _folded(convolution, norm, x.dtype)
-            bias = (bias + shift if last else bias).to(x.dtype)
-            how: Any = (list(convolution.stride), list(convolution.padding))
-            x = conv_relu(x, weight, bias, shortcut if last else None, *how)
-        return x
+        for convolution, norm in row[:-1]:
+            # not by cudnn_convolution_relu, to which torch gives the unwritten result as an addend: 0 · NaN is NaN
+            x = F.relu(norm(convolution(x)))
+        convolution, norm = row[-1]
+        weight, bias = _folded(convolution, norm, x.dtype)
+        how: Any = (list(convolution.stride), list(convolution.padding))
+        encoded: Tensor = conv_add_relu(x, weight, (bias + shift).to(x.dtype), shortcut, *how)
+        return encoded
 
 
 class FoldedBasicBlock(_Folding, BasicBlock):  # type: ignore[misc]

@@ -6,6 +6,8 @@ has what the limits below would have said in the runs on file.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,8 @@ PATIENCE = 500
 TURNS = 10.0
 #: The largest class may take this share of what the stream leaves to all others.
 CONCENTRATED = 1 / 3
+#: and be so many standard deviations above the stream's: a small memory may be that uneven by chance.
+CHANCE = 2.5
 #: A policy should even out a class that has so much more of the stream than an even share
 UNEVEN = 0.2
 #: and has to go so far on the way there.
@@ -35,6 +39,7 @@ RIGHT_ANGLE = 0.1
 SHARP = scores.exponential(0.05)
 
 ALWAYS = (
+    "memory_distinct",
     "memory_turnover",
     "memory_age",
     "memory_age_p10",
@@ -92,6 +97,7 @@ class Instruments:
             found["memory_collisions"] = held["collision_rate"]
             intra, inter = class_cosines(memory.embeddings, self.labels[memory["id"]])
             found["memory_intra"], found["memory_inter"] = torch.as_tensor(intra), torch.as_tensor(inter)
+        found["memory_distinct"] = measures.distinct(memory["id"])
         found["memory_turnover"] = (age < updates).double().mean()
         found["memory_age"], found["memory_age_max"] = age.median(), age.max()
         tenths = torch.tensor([0.1, 0.9], dtype=torch.float64, device=age.device)
@@ -154,7 +160,8 @@ class Instruments:
             return ""
         excess = stream - 1 / self.classes
         judged = judged and excess >= UNEVEN
-        if largest > stream + CONCENTRATED * (1 - stream):
+        chance = CHANCE * math.sqrt(stream * (1 - stream) / self.memory.size)
+        if largest > stream + max(CONCENTRATED * (1 - stream), chance):
             what = f"the memory holds more of its largest class ({largest:.0%}) than the stream brings ({stream:.0%})"
         elif judged and isinstance(self.memory.policy, Duel | MinRed) and largest > stream - EVENED * excess:
             what = f"the memory is as uneven ({largest:.0%} of one class) as the stream ({stream:.0%})"

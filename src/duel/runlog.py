@@ -146,6 +146,7 @@ _SHARES = (
     ("memory_entropy", "entropy", ".2f"),
     ("memory_largest", "largest", ".0%"),
     ("memory_collisions", "collisions", ".0%"),
+    ("memory_distinct", "distinct", ".0%"),
     ("memory_turnover", "turnover", ".0%"),
 )
 

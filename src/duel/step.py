@@ -233,7 +233,7 @@ class TrainingStep:
             count = min(self.queue.size - len(self.queue), self.config.batch_size)
             images, ids = self.upkeep.draw(count)
             self.queue.update(self._encode(images, augmented=True).projections, id=ids)
-            yield f"filling the queue: {len(self.queue):,} of {self.queue.size:,}"
+            yield f"filling the queue: {len(self.queue):,} of {self.queue.size:,} (--queue)"
 
     def read_loss(self) -> tuple[float, int | None]:
         """Mean loss since the last call, and the first step (from 0) whose loss was not finite, or None. Waits."""

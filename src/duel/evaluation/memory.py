@@ -53,6 +53,12 @@ def collision_rate(
     return collisions / pairs
 
 
+def distinct(memory_ids: Tensor) -> Tensor:
+    """Share of the slots that would be left if each item were held once: ids int64 (n,) -> 0-d float64."""
+    held = memory_ids.sort().values
+    return ((held[1:] != held[:-1]).sum() + 1).double() / len(held)
+
+
 def turnover(before: Tensor, after: Tensor) -> Tensor:
     """Share of the slots whose item changed between two looks at the memory's ids, (n,) and (m,) with n <= m.
 

@@ -232,7 +232,7 @@ def _origin(section: Section) -> str:
         f"{len(records)} runs on {', '.join(hardware)}, torch {', '.join(torches)}, commit{'s' * (len(commits) > 1)} "
         f"{', '.join(commits)}"
         + (f"; {rest} more, of settings that no row has any more, are not shown" if rest else "")
-        + ". Measured differences of a claim are in points, row minus plain, paired by seed."
+        + ". Measured differences of a claim are in points and paired by seed; above zero is as claimed."
     )
 
 
