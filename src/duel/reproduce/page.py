@@ -14,7 +14,7 @@ from .paper import below_previous
 from .plan import DRAWN, GRIDS, SCALES, TUNING
 from .rows import ROWS
 from .store import Record
-from .verdicts import Claim, Verdict
+from .verdicts import Verdict
 
 PAGE = "results.md"
 HEAD = """# Results
@@ -138,14 +138,8 @@ def _section(name: str, steps: int | None, records: Sequence[Record]) -> Section
         evidence,
         Evidence(records, SCALES[name], steps, tuning=True),
         sum(steps is None if r.own_length else r.config.steps == evidence.steps for r in records),
-        {title: _judged(block, evidence, all_of_them=steps is None) for title, block in wanted.items()},
+        {title: {claim.text: claim.judge(evidence) for claim in block} for title, block in wanted.items()},
     )
-
-
-def _judged(wanted: Iterable[Claim], evidence: Evidence, *, all_of_them: bool) -> dict[str, Verdict]:
-    """Claim -> verdict; of those that are not yet measured only if `all_of_them`."""
-    found = {claim.text: claim.judge(evidence) for claim in wanted}
-    return {text: verdict for text, verdict in found.items() if all_of_them or verdict.measured}
 
 
 def _summary(sections: Sequence[Section]) -> str:
@@ -191,9 +185,16 @@ def _scale(section: Section, figures: Collection[str]) -> Iterator[str]:
         return
     yield _origin(section) + (f" No memory has more than {scale.largest_memory} slots." if scale.largest_memory else "")
     for title, block in section.blocks.items():
-        if block:
+        measured = {text: verdict for text, verdict in block.items() if verdict.measured}
+        missing = (
+            "" if len(measured) == len(block) else f"Not yet measured: {len(block) - len(measured)} of {len(block)}."
+        )
+        if measured or (missing and section.steps is None):
             yield f"### {title}"
-            yield _verdicts(block)
+        if measured:
+            yield _verdicts(measured)
+        if missing and section.steps is None:
+            yield missing
     if name == "short" and section.steps is None and "figure3" in figures:
         yield _picture("figure3", "Mean intra- and inter-class cosine of test features over training")
     for grid, measures in _TABLES.items():
