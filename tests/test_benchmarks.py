@@ -590,7 +590,8 @@ def test_moco_is_held_against_its_like():
     found = {case.name: (case.config.key_batchnorm, case.config.symmetric) for case in peers.comparisons(["moco"])}
     assert found == {
         "MoCo, lightly": ("running", True),
-        "MoCo with batch statistics, lightly": ("batch", True),
+        "MoCo, lightly, one BatchNorm group": ("running", True),
+        "MoCo with batch statistics, lightly, one BatchNorm group": ("batch", True),
         "asymmetric MoCo with batch statistics, plain PyTorch": ("batch", False),
     }
     with pytest.raises(UserError, match="simclr"):
@@ -607,8 +608,29 @@ def test_a_comparison_that_fails_does_not_lose_the_others(tmp_path, monkeypatch,
     monkeypatch.setattr(peers, "lightly", lambda: None)
     out = tmp_path / "peers.json"
     assert main([*PEERS, "--device", "cpu", "--methods", "moco", "--out", str(out)]) == 1
-    assert len(json.loads(out.read_text())["rows"]) == 2
-    assert capsys.readouterr().err.count("RuntimeError: no memory for") == 3
+    assert len(json.loads(out.read_text())["rows"]) == 3
+    assert capsys.readouterr().err.count("RuntimeError: no memory for") == 4
+
+
+def test_lightly_s_moco_normalises_an_eighth_of_the_batch_at_a_time():
+    pytest.importorskip("lightly", reason="the extra [peers] is not installed")
+    names = ["MoCo, lightly", "SimCLR, lightly"]
+    for case in cases.chosen(peers.comparisons(backbone="convnet", batch_size=16, memory_size=8), names):
+        peer = peer_models.PEERS[case.peer](case.config, (3, 8, 8))
+        norms = [m for m in peer.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+        split = [m for m in norms if hasattr(m, "num_splits")]
+        if case.name != "MoCo, lightly":
+            assert norms
+            assert not split
+            assert peer.channels_last
+            continue
+        assert split == norms
+        assert {m.num_splits for m in norms} == {8}
+        assert not peer.channels_last
+        peer(torch.rand(16, 3, 8, 8), torch.rand(16, 3, 8, 8)).backward()
+        trained = [m for m in peer.backbone.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+        assert len(norms) == 2 * len(trained) > 0
+        assert all(m.weight.grad is not None for m in trained)
 
 
 def test_plain_pytorch_is_moco_with_a_queue():

@@ -1,8 +1,8 @@
 """What `duel bench peers` measures beside ours.
 
 lightly gets what its own CIFAR-10 benchmark uses (transforms, heads, loss with memory bank, momentum copy with shuffled
-keys) and, beyond that, what makes it faster: our backbone with one BatchNorm group instead of eight. Plain PyTorch is
-MoCo v2 as a page of one's own code.
+keys; for MoCo BatchNorm in eight groups) around our backbone. "One BatchNorm group" is the same without these, which is
+faster. Plain PyTorch is MoCo v2 as a page of one's own code.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def lightly() -> Any:
     try:
         from lightly import loss, transforms
         from lightly.models import utils
+        from lightly.models.batchnorm import SplitBatchNorm
         from lightly.models.modules import heads
     except ImportError as error:
         raise UserError(
@@ -38,6 +40,7 @@ def lightly() -> Any:
         SimCLRProjectionHead, MoCoProjectionHead = heads.SimCLRProjectionHead, heads.MoCoProjectionHead
         update_momentum, deactivate = staticmethod(utils.update_momentum), staticmethod(utils.deactivate_requires_grad)
         shuffle, unshuffle = staticmethod(utils.batch_shuffle), staticmethod(utils.batch_unshuffle)
+        BatchNorm = SplitBatchNorm
 
     return Parts
 
@@ -46,6 +49,8 @@ class Peer(nn.Module, ABC):
     """What is measured beside ours: a backbone, its loss for two views, and the transform that gives them."""
 
     backbone: nn.Module
+    channels_last = True
+    """Whether it takes images in that layout."""
 
     @abstractmethod
     def transform(self, side: int) -> Any:
@@ -53,12 +58,17 @@ class Peer(nn.Module, ABC):
 
 
 class LightlyPeer(Peer):
-    """lightly's SimCLR or symmetric MoCo around our backbone, with the settings of `config`."""
+    """lightly's SimCLR or symmetric MoCo around our backbone, with the settings of `config`.
 
-    def __init__(self, config: TrainConfig, shape: tuple[int, int, int]) -> None:
+    groups: how many of the batch MoCo's BatchNorm normalises separately.
+    """
+
+    def __init__(self, config: TrainConfig, shape: tuple[int, int, int], groups: int = 8) -> None:
         super().__init__()
         self.library, self.config = lightly(), config
         backbone: Any = encoders.backbone(config.backbone, stem=config.stem, image_size=shape[-1])
+        if config.method == "moco" and groups > 1:
+            self._split(backbone, groups)
         self.backbone, width = backbone, int(backbone.num_features)
         if config.method == "simclr":
             self.head = self.library.SimCLRProjectionHead(width, config.hidden or width, config.dim)
@@ -71,6 +81,19 @@ class LightlyPeer(Peer):
             self.slow_backbone, self.slow_head = copy.deepcopy(self.backbone), copy.deepcopy(self.head)
             for part in (self.slow_backbone, self.slow_head):
                 self.library.deactivate(part)
+
+    def _split(self, backbone: nn.Module, groups: int) -> None:
+        """lightly's BatchNorm, which views its input in a way that channels-last does not allow."""
+        self.channels_last = False
+        norms = [(part, *at) for part in backbone.modules() for at in part.named_children()]
+        for part, name, norm in norms:
+            if isinstance(norm, nn.BatchNorm2d):
+                setattr(part, name, self._like(norm, groups))
+
+    def _like(self, norm: nn.BatchNorm2d, groups: int) -> nn.Module:
+        split: nn.Module = self.library.BatchNorm(norm.num_features, groups)
+        split.weight, split.bias = norm.weight, norm.bias
+        return split
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         if self.config.method == "simclr":
@@ -165,5 +188,6 @@ class TwoViews:
 #: By the name that stands in a row.
 PEERS: dict[str, Callable[[TrainConfig, tuple[int, int, int]], Peer]] = {
     "lightly": LightlyPeer,
+    "lightly, one BatchNorm group": partial(LightlyPeer, groups=1),
     "plain PyTorch": PlainPeer,
 }

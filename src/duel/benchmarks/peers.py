@@ -1,7 +1,7 @@
 """Against lightly and plain PyTorch: the same data, backbone, batch and machine, in the same run.
 
-Both get bf16, channels-last, pinned memory and a loading process per core. End to end, the two sides run one after the
-other: processes that load ahead would otherwise work during the other's turn.
+Both get bf16, channels-last where the peer takes it, pinned memory and a loading process per core. End to end, the two
+sides run one after the other: processes that load ahead would otherwise work during the other's turn.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class PeerRun:
         """name: one of `PEERS`."""
         torch.manual_seed(config.seed)
         self.device, self.cuda = device, device.type == "cuda"
-        self.layout = torch.channels_last if self.cuda else torch.contiguous_format
         peer = PEERS[name](config, inputs.train.shape)
+        self.layout = torch.channels_last if self.cuda and peer.channels_last else torch.contiguous_format
         side = inputs.train.shape[-1]
         everything = torch.arange(len(inputs.train))
         arrays = inputs.train.images(everything).permute(0, 2, 3, 1).contiguous().numpy()
@@ -135,14 +135,15 @@ class Comparison(Case):
 def comparisons(methods: Sequence[str] = METHODS, **settings: Any) -> list[Comparison]:
     """What is measured, by the recipe `standard`; settings: fields of TrainConfig on top of it.
 
-    Ours normalises MoCo's keys by running statistics and so takes both views in one pass; the peers do it by those of
-    each batch, and so does the row that says so.
+    Ours normalises MoCo's keys by running statistics and so takes both views in one pass; lightly does it by those of
+    an eighth of the batch, and rows that say so by those of the batch.
     """
     batch = {"key_batchnorm": "batch"}
     known: list[tuple[MethodName, str, str, dict[str, Any]]] = [
         ("simclr", "SimCLR", "lightly", {}),
         ("moco", "MoCo", "lightly", {}),
-        ("moco", "MoCo with batch statistics", "lightly", batch),
+        ("moco", "MoCo", "lightly, one BatchNorm group", {}),
+        ("moco", "MoCo with batch statistics", "lightly, one BatchNorm group", batch),
         ("moco", "asymmetric MoCo with batch statistics", "plain PyTorch", batch | {"symmetric": False}),
     ]
     for unknown in set(methods) - set(METHODS):
@@ -225,7 +226,7 @@ def report(
     from rich.console import Console
 
     cases = chosen(comparisons(methods, device=str(device), **settings), rows)
-    if any(case.peer == "lightly" for case in cases):
+    if any(case.peer.startswith("lightly") for case in cases):
         lightly()  # missing is to be told before anything is loaded
     if min(count, length) < 1:
         raise UserError(f"count and length must be at least 1, got {count} and {length}")
