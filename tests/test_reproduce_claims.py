@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,9 @@ def test_more_than_clear_can_be_asked_for() -> None:
     assert weigh({"a": inside}).words == "holds"
     assert weigh({"a": clear}, "beyond the spread").words == "holds"
     assert weigh({"a": inside}, "beyond the spread").words == "does not hold: within the spread of the seeds"
+    one = Summary(0.2, None, 1)  # one seed has the row's own spread to get over
+    assert weigh({"a": one}, "beyond the spread", spread=0.1).words == "holds; one seed only"
+    assert weigh({"a": one}, "beyond the spread", spread=0.3).outcome == "does not hold"
     two = Summary(0.6, 0.5, 2)  # beyond the spread, but two seeds prove nothing
     assert weigh({"a": two}, "beyond the spread").outcome == "does not hold"
     assert weigh({"a": UP}, at_least=2.0).words == "holds"
@@ -85,9 +89,20 @@ def test_evidence_is_found_by_config_whatever_the_seed() -> None:
     assert judged(runs(), claims.PAPER, "Bias harms").words == "holds so far (not yet measured: MoCo v2)"
     literal = judged(runs(), claims.PAPER, "probe: D-SimCLR (literal)")
     assert literal.words == "does not hold (not yet measured: ×1, ×3, ×9)"
-    assert judged(runs(), claims.PAPER, "D-SimCLR costs").words == "holds"
-    assert judged(runs(), claims.PAPER, "D-MoCo costs").words == "not yet measured"
     assert judged(runs(), goals.OURS, "D-SimCLR (ours) recovers").words == "holds; fewer than 5 seeds"
+
+
+def test_a_cost_is_that_of_runs_that_had_the_device_to_themselves() -> None:
+    def costs(jobs: int, seconds: float, literal: int = 2) -> Verdict:
+        how: Any = {"jobs": jobs, "gpu_seconds": seconds, "peak_gpu_memory_mb": 2400}
+        found = [record("simclr", 27, 2, 0.5, jobs=1), record("d-simclr-literal", 27, literal, 0.5, **how)]
+        return judged(found, claims.PAPER, "D-SimCLR (literal) costs")
+
+    assert costs(1, 90.0).words == "holds"
+    assert costs(1, 90.0).evidence == "time × 1.80 (paper × 1.88); memory × 1.20 (paper × 1.22)"
+    assert costs(1, 150.0).words == "does not hold"
+    assert costs(2, 90.0).words == "not yet measured"
+    assert costs(1, 90.0, literal=3).words == "not yet measured"  # another seed
 
 
 def test_runs_that_no_row_has_any_more_are_not_shown() -> None:

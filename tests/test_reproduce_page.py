@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -188,7 +189,24 @@ def test_the_page_shows_the_figures_that_there_are(tmp_path: Path) -> None:
 def test_the_committed_page_is_what_the_results_give() -> None:
     """If this fails: `duel reproduce page`."""
     committed = (REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8")
-    assert committed == page(store.load([REPOSITORY / "results"]).values(), drawn(REPOSITORY / "docs"))
+    results = [REPOSITORY / "results"]
+    assert committed == page(store.load(results).values(), drawn(REPOSITORY / "docs"), store.costs(results))
+
+
+def test_what_a_step_costs_is_known_before_any_run(tmp_path: Path) -> None:
+    rows = [
+        {"name": "SimCLR, resnet50", "plain": None, "peak_gb": 7.0},
+        {"name": "D-SimCLR 512, literal, resnet50", "plain": "SimCLR, resnet50", "ratio": 1.35, "peak_gb": 7.7},
+    ]
+    (tmp_path / "bench-step-gpu.json").write_text(json.dumps({"rows": rows}))
+    text = page(runs(), costs=store.costs([tmp_path]))
+    paper = text.split("Scale `paper`")[1].split("\n## ")[0]
+    assert "time × 1.35 (paper × 1.88); memory × 1.10 (paper × 1.22)" in paper
+    assert "× 1.35" not in text.split("Scale `paper`")[0]
+    assert "table2" not in paper
+    (tmp_path / "bench-step-gpu.json").write_text("{}")
+    with pytest.raises(UserError, match="bench-step-gpu"):
+        store.costs([tmp_path])
 
 
 def test_committed_results_tell_nothing_about_the_machine() -> None:

@@ -10,7 +10,7 @@ from .fingerprint import fingerprint
 from .plan import DRAWN, GRIDS, SCALES, TUNING, Data, Scale, plan_run
 from .rows import ROWS
 from .stats import Recovered, Summary, gap_recovered, summary
-from .store import Record
+from .store import Cost, Record
 
 MEASURES: Mapping[str, str] = {
     "probe": "linear probe",
@@ -30,8 +30,16 @@ class Evidence:
     others."""
 
     def __init__(
-        self, records: Iterable[Record], scale: Scale, steps: int | None = None, *, tuning: bool = False
+        self,
+        records: Iterable[Record],
+        scale: Scale,
+        steps: int | None = None,
+        *,
+        tuning: bool = False,
+        costs: Mapping[str, Cost] | None = None,
     ) -> None:
+        """costs: rows whose cost has been measured side by side with their plain row's."""
+        self._costs = costs or {}
         self.scale = scale if steps is None else scale.of_length(steps)
         self._hashes: dict[tuple[str, Data], str] = {}
         self._runs: dict[str, list[Record]] = defaultdict(list)
@@ -83,6 +91,19 @@ class Evidence:
         values = [value for record in self.runs(row, data) if (value := record.budget(name)) is not None]
         return sum(values) / len(values) if values else None
 
+    def cost(self, row: str, data: Data) -> Cost | None:
+        """Over the plain row's: as measured side by side, or by runs of the same seed and commit that had the device to
+        themselves. What runs at once take is a matter of what else ran."""
+        if row in self._costs:
+            return self._costs[row]
+        ours, plain = (
+            {(run.seed, run.values["commit"]): run for run in self.runs(name, data) if run.budget("jobs") == 1}
+            for name in (row, ROWS[row].plain)
+        )
+        pairs = [(ours[key], plain[key]) for key in ours if key in plain]
+        ratios = [_mean_ratio(pairs, name) for name in ("gpu_seconds", "peak_gpu_memory_mb")]
+        return None if None in ratios else Cost(*(ratio for ratio in ratios if ratio is not None))
+
     def last(self, row: str, data: Data, metric: str) -> dict[int, float]:
         """Seed -> a metric at the end of training."""
         over_time = {record.seed: record.over_time(metric)[1] for record in self.runs(row, data)}
@@ -107,6 +128,12 @@ class Evidence:
             if epochs and epochs[-1] > 0:
                 return round(steps[-1] * record.config.stream_items / epochs[-1])
         return None
+
+
+def _mean_ratio(pairs: Sequence[tuple[Record, Record]], name: str) -> float | None:
+    found = [(one.budget(name), other.budget(name)) for one, other in pairs]
+    ratios = [a / b for a, b in found if a is not None and b]
+    return sum(ratios) / len(ratios) if ratios else None
 
 
 def shown(evidence: Evidence, tuning: Evidence) -> list[Record]:

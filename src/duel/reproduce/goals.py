@@ -41,7 +41,8 @@ def _beats(row: str) -> Callable[[Evidence], Verdict]:
         differences = {
             ROWS[rival].label: paired_difference(mine, evidence.figures(rival, WORST, "probe")) for rival in rivals
         }
-        return weigh(differences, "beyond the spread")
+        own = summary(list(mine.values()))
+        return weigh(differences, "beyond the spread", spread=None if own is None else own.std)
 
     return judge
 

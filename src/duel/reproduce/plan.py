@@ -173,6 +173,7 @@ GRIDS: Mapping[str, Grid] = {
         (
             *_each("{}", "d-{}-ours", "{}-memory-fifo", "{}-memory-reservoir", "{}-memory-minred", "{}-temperature"),
             "simclr-debiased",
+            "simclr-debiased-warm",
             *(name for name, row in ROWS.items() if row.as_many_as),
         ),
         DRAWN[-1:],

@@ -204,6 +204,13 @@ _ALL = [
         {**LITERAL["d-simclr"], "policy": "fifo"},
     ),
     Row("simclr-debiased", "SimCLR, debiased loss (τ⁺ 0.1)", "simclr", "simclr", {"debias": 0.1}),
+    Row(
+        "simclr-debiased-warm",
+        "SimCLR, debiased loss (τ⁺ 0.1), temperature 0.5",
+        "simclr",
+        "simclr",
+        {"debias": 0.1, "temperature": 0.5},
+    ),
     *(
         Row(
             f"{base}-temperature",
@@ -224,5 +231,5 @@ _ALL = [
         {**LITERAL["d-moco"], "in_batch_negatives": True},
     ),
 ]
-_LONGER = ("simclr", "simclr-debiased", "simclr-temperature", "moco", "moco-temperature")
+_LONGER = ("simclr", "simclr-debiased", "simclr-debiased-warm", "simclr-temperature", "moco", "moco-temperature")
 ROWS: Mapping[str, Row] = {row.name: row for row in (*_ALL, *(_longer(row) for row in _ALL if row.name in _LONGER))}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..checkpoint import atomic
 from ..config import TrainConfig
@@ -23,6 +23,16 @@ from .rows import ROWS
 
 SCHEMA = 1
 RUNS, ERRORS = "runs", "errors"
+STEPS = "bench-step-*.json"
+#: Rows whose cost `duel bench step` measures in the paper's setting, and their names there.
+MEASURED = {"d-moco-literal": "D-MoCo 2,048, resnet50", "d-simclr-literal": "D-SimCLR 512, literal, resnet50"}
+
+
+class Cost(NamedTuple):
+    """Over the plain method's."""
+
+    time: float
+    memory: float
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,21 @@ def load_all(folders: Iterable[Path]) -> dict[str, Record]:
         for path in sorted((folder / RUNS).glob("*.json")):
             record = read(path)
             found[record.hash] = record
+    return found
+
+
+def costs(folders: Iterable[Path]) -> dict[str, Cost]:
+    """By row, from the benchmarks of training steps that lie in these folders; a later one wins."""
+    found: dict[str, Cost] = {}
+    for path in (path for folder in folders for path in sorted(folder.glob(STEPS))):
+        try:
+            rows = {row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+            for row, name in MEASURED.items():
+                if name in rows:
+                    step, plain = rows[name], rows[rows[name]["plain"]]
+                    found[row] = Cost(step["ratio"], step["peak_gb"] / plain["peak_gb"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} cannot be read as a benchmark ({error!r}); restore it or move it away") from error
     return found
 
 

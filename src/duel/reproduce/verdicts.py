@@ -65,12 +65,18 @@ def clear(difference: Summary) -> bool:
     return difference.std is not None and abs(difference.mean) > 2 * difference.std / math.sqrt(difference.n)
 
 
-def weigh(differences: Mapping[str, Summary | None], wanted: Wanted = "above", *, at_least: float = 0.0) -> Verdict:
+def weigh(
+    differences: Mapping[str, Summary | None],
+    wanted: Wanted = "above",
+    *,
+    at_least: float = 0.0,
+    spread: float | None = None,
+) -> Verdict:
     """A claim about every one of these paired differences (condition -> points).
 
     above: clearly positive, and `at_least` so large in the mean. not below: none clearly negative. beyond the spread:
-    clearly positive, and by more than their own standard deviation. apart: clearly not zero. One seed cannot be clear:
-    its sign counts, and the verdict names it.
+    clearly positive, and by more than their own standard deviation, or `spread` for one seed. apart: clearly not zero.
+    One seed cannot be clear: its sign counts, and the verdict names it.
     """
 
     def passes(d: Summary) -> bool:
@@ -78,7 +84,7 @@ def weigh(differences: Mapping[str, Summary | None], wanted: Wanted = "above", *
             return not _beyond_zero(d, -1)
         if wanted == "apart":
             return _beyond_zero(d, 1) or _beyond_zero(d, -1)
-        if wanted == "beyond the spread" and d.std is not None and d.mean <= d.std:
+        if wanted == "beyond the spread" and d.mean <= (spread or 0.0 if d.std is None else d.std):
             return False
         return _beyond_zero(d, 1) and d.mean >= at_least
 
