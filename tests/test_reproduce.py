@@ -138,7 +138,7 @@ def test_longer_rows_encode_as_many_images_as_ours(scale: str) -> None:
     plan = {p.row.name: p for p in runs_of("rivals", scale, seeds=(2,))}
     longer = [p for p in plan.values() if p.row.as_many_as]
     assert {p.row.name.removesuffix("-longer") for p in longer} == {
-        "simclr", "simclr-debiased", "simclr-temperature", "moco", "moco-temperature",
+        "simclr", "simclr-debiased", "simclr-debiased-warm", "simclr-temperature", "moco", "moco-temperature",
     }  # fmt: skip
     for p in longer:
         ours = plan[p.row.as_many_as or ""].config
