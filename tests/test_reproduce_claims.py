@@ -10,6 +10,7 @@ import pytest
 
 from duel.reproduce import claims, goals, store, theorems
 from duel.reproduce.evidence import Evidence, shown
+from duel.reproduce.page import page
 from duel.reproduce.plan import SCALES, Data
 from duel.reproduce.stats import Summary
 from duel.reproduce.verdicts import Claim, Verdict, conclude, weigh
@@ -236,6 +237,23 @@ def test_the_goal_is_a_share_of_the_gap_and_a_lower_end() -> None:
     assert judged(wide, goals.OURS, words).words == "holds"
     assert judged(goal_runs([6.0]), goals.GOALS, words).words == "does not hold; one seed only"
     assert judged([], goals.GOALS, "D-MoCo (ours) recovers 80 %").words == "not yet measured"
+
+
+def test_a_gap_that_is_not_clear_is_no_verdict_and_no_ratio() -> None:
+    words = "D-SimCLR (ours) recovers 95 %"
+    found = seeds(lambda s, probe: record("simclr", 1, s, probe), [0.70, 0.74, 0.72])
+    found += [record(row, 27, s, 0.71) for s in range(2, 5) for row in ("simclr", "d-simclr-ours")]
+    neither = judged(found, goals.OURS, words)
+    assert (neither.words, neither.evidence) == ("not comparable", "no clear gap: probe, Top-1")
+    for run in found:
+        clear = 0.6 if run.config.bias == 27 and run.config.method == "simclr" else 0.62
+        run.values["evaluation"]["top1_test_to_train"] = clear
+    one = judged(found, goals.OURS, words)
+    assert (one.words, one.evidence) == (
+        "holds; fewer than 5 seeds (no clear gap: probe)",
+        "Top-1 100 % [100, 100] (3)",
+    )
+    assert "| D-SimCLR, ours | – | – | no clear gap | – | – | 100 % [100, 100] (3) |" in page(found)
 
 
 def test_goals_for_the_memory_and_for_balanced_data() -> None:

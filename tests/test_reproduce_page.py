@@ -51,13 +51,15 @@ def test_gap_recovered_is_paired() -> None:
 
 
 def test_no_gap_and_unbounded_gaps_are_not_dressed_up() -> None:
-    assert stats.gap_recovered({0: 1.0}, {0: 2.0}, {0: 2.0}) is None
     assert stats.gap_recovered({}, {0: 2.0}, {0: 3.0}) is None
+    assert stats.gap_recovered({0: 1.0}, {0: 2.0}, {0: 2.0}) == stats.Recovered(None, None, None, 1)
     one = stats.gap_recovered({0: 2.5}, {0: 2.0}, {0: 3.0})
     assert one == stats.Recovered(0.5, None, None, 1)
-    sometimes = stats.gap_recovered({0: 2.5, 1: 2.5}, {0: 2.0, 1: 2.0}, {0: 4.0, 1: 1.9})
-    assert sometimes is not None
-    assert sometimes.low is None
+    plain = dict.fromkeys(range(4), 2.0)
+    sometimes = stats.gap_recovered(plain, plain, {0: 4.0, 1: 4.0, 2: 4.0, 3: 2.0})
+    assert sometimes == stats.Recovered(0.0, None, None, 4)
+    unclear = stats.gap_recovered(plain, plain, {0: 4.0, 1: 3.0, 2: 2.5, 3: 1.5})  # 0.75 ± 1.04, twice its error 1.04
+    assert unclear == stats.Recovered(None, None, None, 4)
 
 
 # The page -----------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ its Top-k does not say where neighbours come from.
 | draw, subset | every item is drawn i.i.d., so that rare classes keep bringing new images (where nothing else is said); a fixed subset, with few images of rare classes for good |
 | plain, literal, ours | the method without DUEL; the paper's form (linear score, Algorithm 2); what this package recommends |
 | stream-first, memory-first | batches come from the stream and the memory gives negatives; batches are drawn from the memory |
-| gap recovered | (row - plain) / (plain on balanced data - plain), with a 95 % bootstrap interval over seeds where it is bounded; "no gap" where the plain row lost nothing |
+| gap recovered | (row - plain) / (plain on balanced data - plain), with a 95 % bootstrap interval over seeds where it is bounded; "no clear gap" where what the plain row lost is not clear of zero |
 | Top-k | share of test images with an image of their class among the k nearest, from the test or the train set |
 | 5-shot | nearest mean of five labelled images per class, over many draws of them |
 | entropy of memory | of the classes in it, at the end, over the logarithm of their number: 1 is balanced, the stream itself has 0.48 at ×27 |

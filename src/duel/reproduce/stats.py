@@ -25,7 +25,8 @@ class Summary:
 class Recovered:
     """Share of a gap that was closed; 1 = all of it. `low` and `high` bound a bootstrap interval over seeds."""
 
-    share: float
+    share: float | None
+    """None where there is no clear gap."""
     low: float | None
     high: float | None
     n: int
@@ -37,6 +38,16 @@ def summary(values: Sequence[float]) -> Summary | None:
     mean = math.fsum(values) / len(values)
     squares = math.fsum((v - mean) ** 2 for v in values)
     return Summary(mean, math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else None, len(values))
+
+
+def clear(difference: Summary) -> bool:
+    """More than twice its standard error from zero; never for one seed."""
+    return difference.std is not None and abs(difference.mean) > 2 * difference.std / math.sqrt(difference.n)
+
+
+def beyond_zero(difference: Summary, sign: int) -> bool:
+    """Clearly on that side of zero; of one seed, which cannot be clear, the sign counts."""
+    return sign * difference.mean > 0 and (difference.n == 1 or clear(difference))
 
 
 def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Summary | None:
@@ -51,13 +62,16 @@ def gap_recovered(
 
     plain: the same method without DUEL, at that bias. balanced: the plain method on balanced data. The interval
     resamples seeds, all three figures of a seed together; None for fewer than two seeds, or where some resample has no
-    gap to recover, so that the share is not bounded. None altogether where the seeds' mean shows no gap.
+    gap to recover, so that the share is not bounded. None altogether where no seed has all three.
     """
     seeds = sorted(method.keys() & plain.keys() & balanced.keys())
     gain = np.array([method[s] - plain[s] for s in seeds], dtype=np.float64)
     gap = np.array([balanced[s] - plain[s] for s in seeds], dtype=np.float64)
-    if not seeds or gap.mean() <= 0:
+    loss = summary(list(gap))
+    if loss is None:
         return None
+    if not beyond_zero(loss, 1):
+        return Recovered(None, None, None, loss.n)
     share = float(gain.mean() / gap.mean())
     if len(seeds) < 2:
         return Recovered(share, None, None, 1)

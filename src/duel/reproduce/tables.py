@@ -185,10 +185,6 @@ def _mean(found: Summary | None) -> str:
 
 
 def _gap(evidence: Evidence, row: str, data: Data, measure: str) -> str:
-    """Share of the gap; – where there is nothing to compare, "no gap" where the plain row lost nothing."""
+    """Share of the gap; – where there is nothing to compare."""
     found = evidence.gap(row, data, measure)
-    if found is None:
-        plain = ROWS[row].plain
-        measured = evidence.gain(row, data, measure) and evidence.summary(plain, BALANCED, measure)
-        return "no gap" if measured and row != plain and data != BALANCED else NONE
-    return share(found)
+    return NONE if found is None else share(found)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from .evidence import WORST, Evidence
-from .stats import Recovered, Summary
+from .stats import Recovered, Summary, beyond_zero
 
 Wanted = Literal["above", "not below", "beyond the spread", "apart"]
 Outcome = Literal[
@@ -23,6 +22,8 @@ Outcome = Literal[
 ]
 SEEDS = 5
 """That our own goals ask for."""
+
+NO_CLEAR_GAP = "no clear gap"
 
 Measured = TypeVar("Measured", Summary, Recovered)
 
@@ -60,11 +61,6 @@ class Claim:
     judge: Callable[[Evidence], Verdict]
 
 
-def clear(difference: Summary) -> bool:
-    """More than twice its standard error from zero; never for one seed."""
-    return difference.std is not None and abs(difference.mean) > 2 * difference.std / math.sqrt(difference.n)
-
-
 def weigh(
     differences: Mapping[str, Summary | None],
     wanted: Wanted = "above",
@@ -81,22 +77,18 @@ def weigh(
 
     def passes(d: Summary) -> bool:
         if wanted == "not below":
-            return not _beyond_zero(d, -1)
+            return not beyond_zero(d, -1)
         if wanted == "apart":
-            return _beyond_zero(d, 1) or _beyond_zero(d, -1)
+            return beyond_zero(d, 1) or beyond_zero(d, -1)
         if wanted == "beyond the spread" and d.mean <= (spread or 0.0 if d.std is None else d.std):
             return False
-        return _beyond_zero(d, 1) and d.mean >= at_least
+        return beyond_zero(d, 1) and d.mean >= at_least
 
     found = conclude(differences, passes, points)
-    below = any(d is not None and _beyond_zero(d, -1) for d in differences.values())
+    below = any(d is not None and beyond_zero(d, -1) for d in differences.values())
     if found.outcome == "does not hold" and not below and not at_least:
         return dataclasses.replace(found, note=": within the spread of the seeds" + found.note)
     return found
-
-
-def _beyond_zero(d: Summary, sign: int) -> bool:
-    return sign * d.mean > 0 and (d.n == 1 or clear(d))
 
 
 def conclude(
@@ -140,16 +132,20 @@ def points(d: Summary) -> str:
 
 
 def share(gap: Recovered) -> str:
-    interval = "" if gap.low is None or gap.high is None else f" [{100 * gap.low:.0f}, {100 * gap.high:.0f}]"
-    return f"{100 * gap.share:.0f} %{interval} ({gap.n})"
+    if gap.share is None:
+        return NO_CLEAR_GAP
+    interval = "" if gap.low is None or gap.high is None else f" [{100 * gap.low:z.0f}, {100 * gap.high:z.0f}]"
+    return f"{100 * gap.share:z.0f} %{interval} ({gap.n})"
 
 
 def recovers(rows: Mapping[str, str], least: float, *, low: float | None = None) -> Callable[[Evidence], Verdict]:
-    """Whether these rows (label -> row) make good so large a share of both gaps at the largest bias; low: the least
-    that the lower end of the interval may be."""
+    """Whether these rows (label -> row) make good so large a share of both gaps at the largest bias, where these are
+    clear; low: the least that the lower end of the interval may be."""
 
     def passes(gap: Recovered) -> bool:
-        return gap.share >= least and (low is None or (gap.low is not None and gap.low >= low))
+        return (
+            gap.share is not None and gap.share >= least and (low is None or (gap.low is not None and gap.low >= low))
+        )
 
     def judge(evidence: Evidence) -> Verdict:
         measures = {"probe": "probe", "Top-1": "top1_test_to_train"}
@@ -158,8 +154,13 @@ def recovers(rows: Mapping[str, str], least: float, *, low: float | None = None)
             for label, row in rows.items()
             for word, measure in measures.items()
         }
+        unclear = [when for when, gap in gaps.items() if gap is not None and gap.share is None]
+        fair = {when: gap for when, gap in gaps.items() if when not in unclear}
+        without = f"{NO_CLEAR_GAP}: {_listed(unclear)}"
+        if unclear and not any(fair.values()):
+            return Verdict("not comparable", without, incomplete=bool(fair))
         run = any(evidence.gain(row, WORST, "probe") for row in rows.values())
-        nothing = "no gap to recover, or no runs at ×1" if run else "no paired runs"
-        return conclude(gaps, passes, share, nothing=nothing, enough=SEEDS)
+        found = conclude(fair, passes, share, nothing="no runs at ×1" if run else "no paired runs", enough=SEEDS)
+        return dataclasses.replace(found, note=f"{found.note} ({without})") if unclear else found
 
     return judge
