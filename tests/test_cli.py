@@ -51,6 +51,34 @@ def test_help_of_train_has_examples_and_recipe_defaults(capsys: pytest.CaptureFi
     assert "resnet50" in text
 
 
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (["--method", "d-simclr", "--recipe", "paper"], "0, here all"),
+        (["--method", "d-moco", "--recipe", "paper"], "0"),
+        (["--method", "d-simclr"], "512"),
+    ],
+)
+def test_help_says_how_many_slots_are_refreshed(
+    args: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", *args, "--help"])
+    words = capsys.readouterr().out.replace("│", " ").split()
+    about = words[words.index("--refresh") : words.index("--memory-negatives,")]
+    assert " ".join(about).endswith(f"(default: {shown})")
+
+
+def test_a_yes_or_no_needs_no_value() -> None:
+    assert parsed("--method", "moco", "--in-batch-negatives", "--symmetric", "False").in_batch_negatives is True
+    assert parsed("--method=moco", "--in_batch_negatives").in_batch_negatives is True
+    config = parsed("--method", "moco", "--in-batch-negatives=False", "--symmetric", "None", "--compile")
+    assert (config.in_batch_negatives, config.symmetric, config.compile) == (False, None, True)
+    command = cli._parse(["reproduce", "table2", "--compile"])
+    assert isinstance(command, cli.Reproduce)
+    assert command.compile is True
+
+
 def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
     config = parsed("--recipe", "paper", "--method", "d-moco", "--lr", "0.01")
     assert (config.backbone, config.temperature, config.lr, config.score) == ("resnet50", 0.7, 0.01, "linear")
@@ -230,7 +258,15 @@ def test_an_interruption_before_the_first_step_says_so(
 
 
 @pytest.mark.parametrize(
-    "args", [["train", "--bais", "27"], ["train", "--steps", "many"], ["trian"], ["evaluate"], ["train", "--steps"]]
+    "args",
+    [
+        ["train", "--bais", "27"],
+        ["train", "--steps", "many"],
+        ["trian"],
+        ["evaluate"],
+        ["train", "--steps"],
+        ["train", "--symmetric", "yes"],
+    ],
 )
 def test_unknown_options_are_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:

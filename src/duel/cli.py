@@ -39,13 +39,17 @@ class _Training(TrainConfig):
         """No checks while parsing: they are made by `run`, where a mistake is reported in our own words."""
 
 
-# The help says INT|None rather than tyro's {None}|INT, and which recipes and policies there are.
-_SHOWN = {"int | None": "INT|None", "float | None": "FLOAT|None", "str | None": "STR|None"}
+# The help says INT|None rather than tyro's {None}|INT, that a yes or no may do without its value, and which recipes and
+# policies there are.
+_YES_OR_NO = "[{True,False,None}]"
+_SHOWN = {"int | None": "INT|None", "float | None": "FLOAT|None", "str | None": "STR|None", "bool | None": _YES_OR_NO}
 _METAVARS = {f.name: _SHOWN[str(f.type)] for f in dataclasses.fields(TrainConfig) if str(f.type) in _SHOWN}
 _METAVARS |= {"recipe": f"{{{','.join(recipes.RECIPES)}}}", "policy": f"{{{','.join(POLICIES)}}}|None"}
 for _name, _hint in get_type_hints(TrainConfig).items():
     if _name in _METAVARS:
         _Training.__annotations__[_name] = Annotated[_hint, tyro.conf.arg(metavar=_METAVARS[_name])]
+#: Options of any command that may do so.
+_BARE = {f"--{name.replace('_', '-')}" for name, metavar in _METAVARS.items() if metavar == _YES_OR_NO}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +267,7 @@ class Reproduce:
     """Download the data set if it is missing."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
-    compile: bool | None = None
+    compile: Annotated[bool | None, tyro.conf.arg(metavar=_YES_OR_NO)] = None
     """Compile the encoder, in every run or in none. None: on a GPU, for long runs."""
     out: str | None = None
     """Folder of results, one JSON a run; by default results (smoke: runs/smoke/results)."""
@@ -313,6 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(args: list[str]) -> Command:
+    args = _with_values(args)
     kinds: list[Any] = []
     defaults = _Training()
     for kind in COMMANDS:
@@ -323,6 +328,9 @@ def _parse(args: list[str]) -> Command:
         if kind is Train and args[:1] == ["train"]:
             defaults = _Training(**vars(_defaults(args[1:])))
             options["default"] = Train(config=defaults)
+            all_of_them = defaults.refreshed_slots != defaults.refresh
+            hint = tyro.conf.arg(help_behavior_hint=f"(default: {defaults.refresh}{', here all' * all_of_them})")
+            _Training.__annotations__["refresh"] = Annotated[int, hint]
         marks = () if kind is Train else (FlagCreatePairsOff,)  # a recipe may set a flag, so train has both forms
         kinds.append(Annotated[kind, tyro.conf.subcommand(name, **options), *marks])  # type: ignore[valid-type]
     union: Any = Union[tuple(kinds)]  # noqa: UP007  # built at run time, which X | Y cannot be
@@ -339,6 +347,16 @@ def _parse(args: list[str]) -> Command:
         check_idle(config, named)
         check_unread(config, named)
     return command
+
+
+def _with_values(args: list[str]) -> list[str]:
+    """The same with True for a yes or no that was given without a value."""
+    found = []
+    for arg, following in zip(args, [*args[1:], "--"], strict=True):
+        found.append(arg)
+        if arg.replace("_", "-") in _BARE and following.startswith("-"):
+            found.append("True")
+    return found
 
 
 def _defaults(args: list[str]) -> TrainConfig:
