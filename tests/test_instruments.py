@@ -239,8 +239,16 @@ def test_the_line_below_the_progress_has_them(terminal, tmp_path):
     lines = said.getvalue().splitlines()
     below = "memory: entropy 0.49  largest 74%  collisions 56%  turnover 41%  age 145 (12698)  N 22382 (26691)"
     assert any(line.strip() == f"{below}  cosine 0.16/-0.10" for line in lines)
-    assert any("5000/5000" in line and "loss 6.6483  lr 0.0034  steps/s 38.9  knn 16.3%" in line for line in lines)
+    assert any("5000/5000" in line and "loss 6.6483  lr 0.0034  steps/s 39  knn 16.3%" in line for line in lines)
     assert max(len(line) for line in lines) <= 120
+
+
+@pytest.mark.parametrize(("speed", "shown"), [(0.0314, "0.031"), (0.96, "0.96"), (99.7, "100"), (1234.5, "1234")])
+def test_a_slow_training_has_a_speed_too(speed, shown, tmp_path):
+    said = io.StringIO()
+    log = RunLog(tmp_path, columns=["steps_per_s"], steps=1, tensorboard=False, console=Console(file=said, width=120))
+    log.log(1, {"steps_per_s": speed})
+    assert said.getvalue().endswith(f"steps/s {shown}\n")
 
 
 def test_the_line_without_labels_and_without_a_memory(tmp_path):

@@ -9,7 +9,9 @@ import math
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ import torch
 from lightning_utilities.core import rank_zero
 from rich.console import Console
 
-from duel import checkpoint, recipes, runs
+from duel import checkpoint, recipes, runs, training
 from duel.config import TrainConfig
 from duel.data import ArraySource, load
 from duel.errors import UserError
@@ -198,12 +200,31 @@ def test_training_learns_and_writes_its_origin() -> None:
         "steps": 40,
         "images_encoded": 2 * 64 * 40,
         "seconds": pytest.approx(result.seconds, abs=1e-3),
+        "filling_seconds": 0,
         "peak_gpu_memory_mb": None,
     }
     assert meta["attempts"][0]["versions"]["torch"]
     assert meta["attempts"][0]["hardware"]["device"] == "cpu"
     assert runs.load_config(result.run_dir) == config
     assert list((result.run_dir / runs.TENSORBOARD).glob("events*"))
+
+
+def test_filling_the_memory_is_counted_apart_from_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, original = [0.0], TrainingStep.filling
+
+    def slowly(self: TrainingStep) -> Iterator[str]:
+        for how_far in original(self):
+            now[0] += 10
+            yield how_far
+
+    monkeypatch.setattr(TrainingStep, "filling", slowly)
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    config = small("d-moco", steps=2, memory_size=48)
+    assert go(config, until=0.0).steps == 0  # stopped after the first of three batches
+    assert runs.read_meta(Path("run"))["budget"]["filling_seconds"] == 10
+    assert go(config, resume=True).finished
+    budget = runs.read_meta(Path("run"))["budget"]
+    assert (budget["filling_seconds"], budget["seconds"]) == (30, 0)
 
 
 def test_the_knn_of_a_run_does_not_change_it() -> None:

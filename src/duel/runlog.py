@@ -91,7 +91,7 @@ class RunLog:
         unknown = set(metrics) - set(self.columns)
         if unknown:
             raise KeyError(f"metrics {sorted(unknown)} are not among the columns {self.columns}")
-        shown = "  ".join(f"{short} {metrics[name]:{form}}" for name, short, form in _SHOWN if name in metrics)
+        shown = "  ".join(f"{short} {show(metrics[name])}" for name, short, show in _SHOWN if name in metrics)
         memory = _of_the_memory(metrics)
         if self._bar is not None:
             self._bar.below = memory
@@ -140,8 +140,17 @@ class RunLog:
             raise UserError(f"cannot write {self._path}: {error.strerror or error}") from error
 
 
-# name, as it is shown, format
-_SHOWN = (("loss", "loss", ".4f"), ("lr", "lr", ".2g"), ("steps_per_s", "steps/s", ".1f"), ("knn", "knn", ".1%"))
+def _count(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"
+
+
+# name, as it is shown, how
+_SHOWN = (
+    ("loss", "loss", "{:.4f}".format),
+    ("lr", "lr", "{:.2g}".format),
+    ("steps_per_s", "steps/s", _count),
+    ("knn", "knn", "{:.1%}".format),
+)
 _SHARES = (
     ("memory_entropy", "entropy", ".2f"),
     ("memory_largest", "largest", ".0%"),
@@ -172,10 +181,6 @@ def _of_the_memory(metrics: Mapping[str, float]) -> str:
     if "memory_intra" in metrics:
         parts.append(f"cosine {metrics['memory_intra']:.2f}/{metrics['memory_inter']:.2f}")
     return f"memory: {'  '.join(parts)}" if parts else ""
-
-
-def _count(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:

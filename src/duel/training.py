@@ -82,7 +82,7 @@ def train(
     peak = PeakMemory(fabric.device)
     inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
     step = TrainingStep(config, inputs, fabric=fabric)
-    spent = _restore(step, inputs, out, console) if resume else (0.0, 0.0)
+    spent = _restore(step, inputs, out, console) if resume else (0.0, 0.0, 0.0)
     meta = runs.read_meta(out) if resume else {}
     if meta.get("finished") and step.done == step.steps:
         console.print(f"{out} is finished ({step.done} steps): nothing to be done", soft_wrap=True, markup=False)
@@ -97,6 +97,7 @@ def train(
         "steps": result.steps,
         "images_encoded": step.images_encoded,
         "seconds": round(result.seconds, 3),
+        "filling_seconds": round(loop.filling_seconds, 3),
         "peak_gpu_memory_mb": _peak(peak.mib(), meta),
     }
     ended = datetime.now(UTC).isoformat(timespec="seconds")
@@ -119,8 +120,9 @@ def _peak(now: int | None, before: dict[str, Any]) -> int | None:
     return now if now is None or earlier is None else max(now, earlier)
 
 
-def _restore(step: TrainingStep, inputs: Inputs, out: Path, console: Console) -> tuple[float, float]:
-    """Put the newest good checkpoint into `step`; returns the seconds spent before it, also by the clock given then."""
+def _restore(step: TrainingStep, inputs: Inputs, out: Path, console: Console) -> tuple[float, float, float]:
+    """Put the newest good checkpoint into `step`; returns the seconds spent before it, also by the clock given then,
+    and those of filling the memory."""
     # images that are kept on the host may not fit on the device
     where = "cpu" if step.config.memory_images == "host" else step.device
     path, state, problems = runs.load_latest(out, map_location=where)
@@ -128,7 +130,7 @@ def _restore(step: TrainingStep, inputs: Inputs, out: Path, console: Console) ->
         console.print(f"warning: {problem}; falling back to the one before it", soft_wrap=True, markup=False)
     if path is None:
         console.print(f"{out} has no checkpoint yet; starting from the beginning", soft_wrap=True, markup=False)
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {state.get('format')!r}, this version reads {FORMAT}; start again with --overwrite"
@@ -141,7 +143,8 @@ def _restore(step: TrainingStep, inputs: Inputs, out: Path, console: Console) ->
     step.load_state_dict(state["training"])
     if step.done < step.steps:
         console.print(f"resuming {out} at step {step.done} of {step.steps}", soft_wrap=True, markup=False)
-    return float(state["seconds"]), float(state.get("device_seconds", state["seconds"]))
+    device_seconds, filling_seconds = state.get("device_seconds", state["seconds"]), state.get("filling_seconds", 0.0)
+    return float(state["seconds"]), float(device_seconds), float(filling_seconds)
 
 
 class _Loop:
@@ -153,12 +156,12 @@ class _Loop:
         step: TrainingStep,
         inputs: Inputs,
         out: Path,
-        spent: tuple[float, float],
+        spent: tuple[float, float, float],
         clock: Callable[[], float],
     ) -> None:
         self.config, self.step, self.inputs, self.out = config, step, inputs, out
         self.folder = out / runs.CHECKPOINTS
-        self.before, self.clock = spent, clock
+        self.before, self.filling_seconds, self.clock = spent[:2], spent[2], clock
         self._begin()
         self.metrics: dict[str, float] = {}
         self._mentioned = False
@@ -194,12 +197,7 @@ class _Loop:
             StopRequest(until) as stop,
         ):
             self._warn_of_size(log)
-            for how_far in step.filling():
-                self.saved_at = -1  # what is filled is not saved yet
-                log.doing(how_far)
-                if stop.requested:
-                    break
-            log.doing("")
+            self._fill(log, stop)
             self._begin()
             while step.done < step.steps and not stop.requested:
                 self._step()
@@ -220,6 +218,19 @@ class _Loop:
                 )
         spent, shared = self.seconds, self.device_seconds
         return RunResult(self.out, step.done, finished, self.metrics, spent, stop.name, self.inputs.labelled, shared)
+
+    def _fill(self, log: RunLog, stop: StopRequest) -> None:
+        """Fill the memory and the queue, which does not count as training."""
+        began = time.monotonic()
+        for how_far in self.step.filling():
+            self.saved_at = -1  # what is filled is not saved yet
+            log.doing(how_far)
+            if stop.requested:
+                break
+        log.doing("")
+        if self.step.device.type == "cuda":
+            torch.cuda.synchronize(self.step.device)
+        self.filling_seconds += time.monotonic() - began
 
     def _warn_of_size(self, log: RunLog) -> None:
         config, slots = self.config, slots_for(self.config, self.inputs)
@@ -297,7 +308,11 @@ class _Loop:
         """Write a checkpoint, but never one that is not good. `must`: nothing comes after it."""
         if not self.step.is_finite():
             raise self._astray(self.step.bad_step())
-        spent = {"seconds": self.seconds, "device_seconds": self.device_seconds}
+        spent = {
+            "seconds": self.seconds,
+            "device_seconds": self.device_seconds,
+            "filling_seconds": self.filling_seconds,
+        }
         state = {"format": FORMAT, "training": self.step.state_dict(), **spent, **self._inputs_state()}
         try:
             checkpoint.save(self.folder, self.step.done, state, keep=self.config.keep)
