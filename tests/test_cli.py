@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -40,6 +41,11 @@ def test_help_is_quick_and_lists_every_command() -> None:
     assert "tyro" in imported
     assert not imported & {"torch", "timm", "lightning", "torchvision", "sklearn", "numpy"}
     assert seconds < 10  # under 1 s on an idle machine; this one may be busy
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"duel {importlib.metadata.version('duel-ssl')}\n"
 
 
 def test_help_of_train_has_examples_and_recipe_defaults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Protocol, Union, get_type_hints
 import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
 
-from . import recipes
+from . import __version__, recipes
 from .benchmarks.commands import Benchmark
 from .config import TrainConfig
 from .config_checks import OF_ANY_MEMORY, check_idle, check_unread, choices
@@ -291,12 +291,15 @@ COMMANDS: tuple[type[Command], ...] = (Demo, Train, Evaluate, Export, Bench, Rep
 
 _ABOUT = """A working memory, and a policy that decides what it forgets: self-supervised learning on uncurated data.
 
-Start with `duel demo`; `duel train --help` shows every setting with examples."""
+Start with `duel demo`; `duel train --help` shows every setting with examples, `duel --version` which duel this is."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status; a user's mistake is printed without a stack trace."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if args == ["--version"]:
+        print(f"duel {__version__}")
+        return 0
     try:
         with plain_warnings():
             return _parse(args).run()

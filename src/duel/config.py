@@ -31,7 +31,7 @@ class TrainConfig:
     data: str = "cifar10"
     """digits, cifar10, cifar100, stl10, stl10-unlabeled, a folder of images, or a .npz / .npy file."""
     recipe: str = "standard"
-    """The recipe that set the defaults; kept with the run for the record."""
+    """What set the other defaults: standard (the field's, for small images), paper (the DUEL paper's) or demo."""
     out: str | None = field(default=None, metadata=_FREE)
     """Run directory; by default runs/<data>[-memory]-<method>-x<bias>-seed<seed>."""
     seed: int = 0
