@@ -192,6 +192,14 @@ def test_windows_take_turns():
     assert [len(t) for t in times] == [2, 2]
 
 
+def test_what_comes_before_a_call_is_run_each_time():
+    order = []
+    timing.milliseconds(
+        lambda: order.append("call"), torch.device("cpu"), repeats=2, before=lambda: order.append("before")
+    )
+    assert order == ["before", "call"] * 3
+
+
 def test_bench_step_holds_rows_against_their_plain_one(tmp_path, capsys):
     out = tmp_path / "step.json"
     options = ["--methods", "moco", "simclr", "--memory", "64", "32", "--residents", "32", "--out", str(out)]

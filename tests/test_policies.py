@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
 import duel
 from duel import WorkingMemory
@@ -12,6 +13,8 @@ from duel.errors import UserError
 from duel.hashing import uniform
 from duel.policies import AdaptiveDuel, Duel, Fifo, MinRed, Policy, Random, Reservoir, minred
 from duel.policies.minred import _by_candidates, _on_device
+from duel.replacement import dense
+from duel.replacement.units import exponent, pair_units
 from pools import clusters, isotropic
 
 
@@ -58,6 +61,46 @@ def test_expected_duplicates_saved_in_other_units_are_counted_anew():
         other.load_state_dict(state)
         assert other.policy._counted == counted
         assert torch.equal(other.expected_duplicates(), want)
+
+
+@pytest.mark.parametrize("policy", [Duel("gaussian:0.1"), Duel("gaussian:0.1", max_age=1), AdaptiveDuel(every=1)])
+def test_pairs_that_are_kept_are_those_of_the_memory_as_it_is(policy):
+    memory, kept = WorkingMemory(20, 8, policy), []
+    rows = isotropic(64, 8, 0).float()
+    for change in (
+        lambda: memory.update(rows[:20]),
+        lambda: memory.update(rows[20:30]),
+        lambda: memory.refresh(torch.arange(20), rows[30:50]),
+        lambda: memory.refresh(torch.arange(3), rows[50:53]),
+        lambda: memory.refresh(torch.arange(20), rows[20:40]),
+        lambda: memory.update(rows[53:54]),
+        memory.learn,
+        lambda: memory.refresh(torch.arange(20), rows[30:50]),
+        lambda: memory.load_state_dict({**memory.state_dict(), "_embeddings": rows[:20]}),
+    ):
+        change()
+        if policy._pairs is not None:
+            kept.append(change)
+            assert torch.equal(policy._pairs, pair_units(policy.score, memory.compared, exponent(20)))
+    assert len(kept) >= 4
+    memory.refresh(torch.arange(20), rows[30:50])
+    memory.reset()
+    assert policy._pairs is None
+
+
+def test_to_go_on_from_a_save_before_newcomers_come_is_never_to_have_stopped(monkeypatch):
+    """N was counted from pairs of residents that a saved memory does not have; other products may round differently."""
+    monkeypatch.delattr(dense.Batch, "_fetch")
+    batches = [normalize(torch.randn(128, 32, generator=torch.Generator().manual_seed(i)), dim=1) for i in range(4)]
+    memory = WorkingMemory(256, 32, Duel("gaussian:0.1"))
+    memory.update(torch.cat(batches[:2]))
+    memory.refresh(torch.arange(128), batches[2])
+    resumed = WorkingMemory(256, 32, Duel("gaussian:0.1"))
+    resumed.load_state_dict(memory.state_dict())
+    assert memory.policy._pairs is not None
+    assert resumed.policy._pairs is None
+    assert memory.update(batches[3]).tolist() == resumed.update(batches[3]).tolist()
+    assert torch.equal(memory.policy.duplicates, resumed.policy.duplicates)
 
 
 def test_fifo_is_a_queue():

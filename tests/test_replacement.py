@@ -112,9 +112,9 @@ def test_pruned_simulation_is_exact_on_larger_memories(monkeypatch, kind, score,
     original = dense.Batch
 
     class Narrow(original):
-        def __init__(self, memory, incoming, total, score, admit, e, width):
+        def __init__(self, memory, incoming, total, score, admit, e, width, pairs):
             rounds.append(1)
-            super().__init__(memory, incoming, total, score, admit, e, max(2, width // 64))
+            super().__init__(memory, incoming, total, score, admit, e, max(2, width // 64), pairs)
 
     monkeypatch.setattr(dense, "Batch", Narrow)
     got = replace(memory, incoming, score=score, admit=admit, engine="dense")

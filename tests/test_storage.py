@@ -116,3 +116,17 @@ def test_a_hundred_thousand_images():
     assert memory.fetch("image", drawn).shape == (256, 3, 4, 4)
     _, own = memory.negatives(exclude_ids=memory["id"][drawn])
     assert torch.equal(own.sum(1), torch.ones(256, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.bool, torch.complex64])
+def test_payload_of_any_dtype_is_kept(dtype):
+    memory = WorkingMemory(4, 8, "fifo", {"mark": ((2,), dtype)})
+    given = torch.tensor([[0.0, 1.0], [1.0, 1.0]]).to(dtype).repeat(3, 1)
+    memory.update(isotropic(6, 8, 0).float(), mark=given)
+    assert torch.equal(memory["mark"].to(torch.complex64), given[[4, 5, 2, 3]].to(torch.complex64))
+
+
+def test_payload_may_ask_for_a_gradient():
+    memory = WorkingMemory(4, 8, "fifo", {"mark": ((), torch.float32)})
+    memory.update(isotropic(4, 8, 0).float(), mark=torch.arange(4.0, requires_grad=True))
+    assert memory["mark"].tolist() == [0, 1, 2, 3]

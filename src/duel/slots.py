@@ -3,6 +3,8 @@ first there and who is there in the end."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,12 +17,19 @@ def last_newcomer(slots: Tensor, size: int) -> Tensor:
     return none.scatter_reduce_(0, slots.clamp(min=0), torch.where(slots >= 0, order, -1), "amax")
 
 
-def occupied(slots: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def occupied(slots: Tensor, size: int) -> tuple[Any, Any]:
     """On the CPU: the slots that newcomers are in, int64 (n,), all different, and the last newcomer of each."""
     last = np.zeros(size + 1, np.int64)  # the newcomer's number, from 1 on; one place more, which -1 names
     last[slots.numpy()] = np.arange(1, slots.shape[0] + 1)  # the last of several is what stays
     (taken,) = last[:size].nonzero()
-    return torch.from_numpy(taken), torch.from_numpy(last[taken] - 1)
+    return taken, last[taken] - 1
+
+
+def array(rows: Tensor) -> Any:
+    """On the CPU: the same rows for NumPy, whose calls take less time; of a dtype that it does not know, their bits."""
+    if rows.is_floating_point() and rows.dtype not in (torch.float16, torch.float32, torch.float64):
+        rows = rows.view(torch.uint8 if rows.itemsize == 1 else torch.int16)
+    return rows.numpy(force=True)  # also where a gradient is asked for
 
 
 def first_newcomer(slots: Tensor, size: int) -> Tensor:

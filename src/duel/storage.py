@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from duel.checks import PayloadSpec
 from duel.errors import UserError
-from duel.slots import first_newcomer, last_newcomer, occupied
+from duel.slots import array, first_newcomer, last_newcomer, occupied
 
 
 class Evicted(NamedTuple):
@@ -120,9 +120,8 @@ class Storage(nn.Module):
         if slots.device.type == "cpu":  # there it may be read which slots change, and only they are written
             at, winner = occupied(slots, self.size)
             for target, values in rows:
-                target.index_copy_(0, at, values.index_select(0, winner).to(target.dtype))
-            self._admitted_at.index_fill_(0, at, self._clock)
-            self._encoded_at.index_fill_(0, at, self._clock)
+                array(target)[at] = array(values.to(target.dtype))[winner]
+            self._admitted_at.numpy()[at] = self._encoded_at.numpy()[at] = int(self._clock)
             return
         at = slots.clamp(min=0)
         winner = last_newcomer(slots, self.size)[at]

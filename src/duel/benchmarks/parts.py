@@ -29,13 +29,13 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
 
     sampling: the stream's next batch; on a GPU the host does it while the device computes, so this is an upper limit.
     encoder: forward, backward, optimizer and momentum copy. loss: with the predictor, where there is one.
-    replacement: `WorkingMemory.update`. refresh: encoding what the memory holds and what comes into it, and keeping N
-    right. Changes the step's weights and memory: measure it last.
+    replacement: `WorkingMemory.update`, on a CPU after a refresh as in a step. refresh: encoding what the memory holds
+    and what comes into it, and keeping N right. Changes the step's weights and memory: measure it last.
     """
     graph = step.graph is not None and step.graph.why_not is None
 
-    def timed(call: Callable[[], object]) -> float:
-        return milliseconds(call, step.device, repeats=repeats, graph=graph, generator=step.generator)
+    def timed(call: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+        return milliseconds(call, step.device, repeats=repeats, graph=graph, generator=step.generator, before=before)
 
     def sample() -> object:
         return step.stream.next(out=(step.images, step.ids))
@@ -49,7 +49,7 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
     if upkeep is not None:  # before the training on one batch again and again, which crowds embeddings together
         newcomers = Newcomers(step, upkeep, repeats + SPARE)
         bringing = timed(newcomers.next)
-        found["replacement"] = max(0.0, timed(newcomers.replace) - bringing)
+        found["replacement"] = max(0.0, timed(newcomers.replace, newcomers.refresh) - bringing)
         if step.config.memory_holds_images:
             care = timed(Newcomers(step, upkeep, repeats + SPARE).care)
             found["refresh"] = max(0.0, care - bringing - found["replacement"])
@@ -142,6 +142,13 @@ class Newcomers:
         embeddings, features = (rows.index_select(0, self.turn)[0] for rows in (self.embeddings, self.features))
         self.turn.add_(1).remainder_(len(self.images))
         return StepOutput(embeddings.new_zeros(()), embeddings, features)
+
+    def refresh(self) -> None:
+        """What a step does to the memory before newcomers come, with the embeddings it has."""
+        memory = self.upkeep.memory
+        slots = memory.stalest(self.upkeep.refreshed)
+        second = None if memory.policy_dim is None else memory.compared[slots]
+        memory.refresh(slots, memory.embeddings[slots], policy_embeddings=second)
 
     def replace(self) -> None:
         """The replacement alone."""

@@ -11,7 +11,7 @@ from duel import scores
 from duel.errors import UserError, suggest
 from duel.names import WIDE_SCORES
 from duel.policies.base import Policy, all_take_part, takes_part
-from duel.replacement import check_engine, check_names, exchange, expected_duplicates, replace_unchecked
+from duel.replacement import check_engine, check_names, counted, exchange, replace_unchecked
 from duel.replacement.units import compute_dtype, exact_products, exponent, widened
 from duel.slots import turns
 
@@ -62,6 +62,7 @@ class Duel(Policy):
         # N of every slot, carried from batch to batch; meaningful once the memory is full
         self.register_buffer("duplicates", torch.zeros(memory.size, dtype=torch.float64))
         self._counted = False
+        self._pairs: Tensor | None = None  # what N was counted from, until the memory changes
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"counted": self._counted, "score": self._score.name, "exponent": exponent(len(self.duplicates))}
@@ -75,9 +76,11 @@ class Duel(Policy):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         # N in other units, of an older version, is counted anew
         self._counted = state["counted"] and state.get("exponent") == exponent(len(self.duplicates))
+        self._pairs = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moved with the memory, but never narrowed: N needs its 53 bits when the embeddings become bfloat16."""
+        self._pairs = None
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in kept.items():
@@ -88,7 +91,7 @@ class Duel(Policy):
 
     def restart(self) -> None:
         super().restart()
-        self._counted = False
+        self._counted, self._pairs = False, None
 
     def ready(self, memory: WorkingMemory) -> None:
         if self.engine == "fused":
@@ -100,16 +103,21 @@ class Duel(Policy):
     def carried(self, memory: WorkingMemory) -> Tensor:
         """N of every slot of a full memory; computed the first time it is asked for, kept up to date afterwards."""
         if not self._counted:
-            self.duplicates.copy_(expected_duplicates(memory.compared, self.score))
-            self._counted = True
+            self._count(memory)
         return self.duplicates
+
+    def _count(self, memory: WorkingMemory) -> None:
+        duplicates, self._pairs = counted(memory.compared, self.score)
+        self.duplicates.copy_(duplicates)
+        self._counted = True
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
         carried = self.carried(memory)
         if self.at_once:
             return self._choose_at_once(memory, incoming, ~takes_part(incoming))
         skip = None if all_take_part(incoming) else ~takes_part(incoming)
-        done = replace_unchecked(memory.compared, incoming, self.score, self.admit, carried, self.engine, skip)
+        pairs, self._pairs = self._pairs, None
+        done = replace_unchecked(memory.compared, incoming, self.score, self.admit, carried, self.engine, skip, pairs)
         self.duplicates.copy_(done.duplicates)
         return done.slots
 
@@ -130,11 +138,12 @@ class Duel(Policy):
         if not self._counted:
             return
         if 2 * slots.shape[0] >= memory.size:  # three products of this many columns cost more than counting anew
-            self.duplicates.copy_(expected_duplicates(memory.compared, self.score))
+            self._count(memory)
         else:
             self._exchange(memory.compared, slots, old)
 
     def _exchange(self, compared: Tensor, slots: Tensor, old: Tensor) -> None:
+        self._pairs = None
         self.duplicates.copy_(exchange(self.duplicates, compared, slots, old, self.score))
 
 
@@ -214,8 +223,7 @@ class AdaptiveDuel(Duel):
             return
         self._waited = 0
         self.rung.copy_(self._fitting_rung(memory))
-        self.duplicates.copy_(expected_duplicates(memory.compared, self.score))
-        self._counted = True
+        self._count(memory)
 
     def _fitting_rung(self, memory: WorkingMemory) -> Tensor:
         """The rung at which the mean N is nearest to `target` · (K - 1), judged on 512 slots against all."""

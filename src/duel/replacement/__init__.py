@@ -12,7 +12,16 @@ from duel.checks import acceptable_rows, check_rows
 from duel.errors import UserError, suggest
 from duel.replacement.dense import replace_dense
 from duel.replacement.reference import replace_reference
-from duel.replacement.units import compute_dtype, exact_products, exchange_units, exponent, total_units, widened
+from duel.replacement.units import (
+    PAIRS,
+    compute_dtype,
+    exact_products,
+    exchange_units,
+    exponent,
+    pair_units,
+    total_units,
+    widened,
+)
 
 Engine = Literal["auto", "reference", "dense", "fused"]
 Admit = Literal["always", "compete"]
@@ -73,8 +82,12 @@ def replace_unchecked(
     duplicates: Tensor | None,
     engine: str,
     skip: Tensor | None = None,
+    pairs: Tensor | None = None,
 ) -> Replacement:
-    """`replace` without looking at the rows, for callers that already have. skip: bool (B,), rows to leave out."""
+    """`replace` without looking at the rows, for callers that already have.
+
+    skip: bool (B,), rows to leave out. pairs: what `counted` gave of this very memory.
+    """
     run = _engine(engine, admit, memory, score)
     with torch.no_grad(), exact_products(memory.device):
         dtype = compute_dtype(memory, incoming)
@@ -83,20 +96,29 @@ def replace_unchecked(
         if incoming.shape[0] == 0:
             total = total_units(score, widened(memory, dtype), e) if total is None else total
             return Replacement(torch.empty(0, dtype=torch.int64, device=memory.device), total * 2.0**-e)
-        slots, total = run(widened(memory, dtype), widened(incoming, dtype), total, score, admit, e, skip)
+        given = (widened(memory, dtype), widened(incoming, dtype), total, score, admit, e, skip)
+        slots, total = run(*given, pairs) if run is replace_dense else run(*given)
         return Replacement(slots, total * 2.0**-e)
 
 
 def expected_duplicates(memory: Tensor, score: Any = "linear") -> Tensor:
     """N(j) = Σ_{i≠j} h(z_i · z_j) of every row of memory (K, d): float64 (K,). Eq. 5 of the paper."""
-    from duel.replacement import fused
-
     if memory.dim() != 2 or memory.shape[0] < 1:
         raise UserError(f"memory must have shape (K, d) with K >= 1, got {tuple(memory.shape)}")
-    h, rows, e = scores.get(score), widened(memory, compute_dtype(memory)), exponent(memory.shape[0])
-    total = fused.total_fused if memory.is_cuda and not fused.unavailable(memory, h) else total_units
+    return counted(memory, scores.get(score))[0]
+
+
+def counted(memory: Tensor, score: scores.Score) -> tuple[Tensor, Tensor | None]:
+    """N of every row of memory (K, d), and of a small memory on the CPU the `pair_units` that it is the sum of."""
+    from duel.replacement import fused
+
+    rows, e = widened(memory, compute_dtype(memory)), exponent(memory.shape[0])
     with torch.no_grad(), exact_products(memory.device):
-        return total(h, rows, e) * 2.0**-e
+        if memory.device.type == "cpu" and memory.shape[0] <= PAIRS:
+            pairs = pair_units(score, rows, e)
+            return pairs.sum(1, dtype=torch.float64) * 2.0**-e, pairs
+        total = fused.total_fused if memory.is_cuda and not fused.unavailable(memory, score) else total_units
+        return total(score, rows, e) * 2.0**-e, None
 
 
 def exchange(duplicates: Tensor, memory: Tensor, slots: Tensor, old: Tensor, score: scores.Score) -> Tensor:
@@ -131,11 +153,11 @@ def _engine(engine: str, admit: str, memory: Tensor, score: scores.Score) -> Any
     check_names(admit, engine)
     if engine == "reference":
         return replace_reference
-    if engine == "dense":
+    if engine == "dense" or (engine == "auto" and not memory.is_cuda):
         return replace_dense
     from duel.replacement import fused
 
     if engine == "fused":
         check_engine(engine, memory, score)
         return fused.replace_fused
-    return fused.replace_fused if memory.is_cuda and not fused.unavailable(memory, score) else replace_dense
+    return replace_dense if fused.unavailable(memory, score) else fused.replace_fused

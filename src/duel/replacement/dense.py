@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duel.replacement.units import likeliest, total_units, units
+from duel.replacement.units import PAIRS, likeliest, pair_units, total_units, units
 from duel.scores import Score
 
 #: Newcomers simulated at a time. Their pairwise h are a square matrix, so a huge batch goes in pieces.
@@ -26,16 +26,23 @@ FETCH = 48
 
 
 def replace_dense(
-    memory: Tensor, incoming: Tensor, total: Tensor | None, score: Score, admit: str, e: int, skip: Tensor | None
+    memory: Tensor,
+    incoming: Tensor,
+    total: Tensor | None,
+    score: Score,
+    admit: str,
+    e: int,
+    skip: Tensor | None,
+    pairs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Slots (B,) and N in units (K,), as `reference` gives them."""
+    """Slots (B,) and N in units (K,), as `reference` gives them. pairs: `pair_units` of the memory, where known."""
     total = total_units(score, memory, e) if total is None else total
     if memory.device.type != "cpu":
         return _column_by_column(memory, incoming, total, score, admit, e, skip)
     if skip is None or not bool(skip.any()):
-        return _in_rounds(memory, incoming, total, score, admit, e)
+        return _in_rounds(memory, incoming, total, score, admit, e, pairs)
     slots = torch.full(skip.shape, -1)
-    slots[~skip], total = _in_rounds(memory, incoming[~skip], total, score, admit, e)
+    slots[~skip], total = _in_rounds(memory, incoming[~skip], total, score, admit, e, pairs)
     return slots, total
 
 
@@ -64,7 +71,7 @@ def _column_by_column(
 
 
 def _in_rounds(
-    memory: Tensor, incoming: Tensor, total: Tensor, score: Score, admit: str, e: int
+    memory: Tensor, incoming: Tensor, total: Tensor, score: Score, admit: str, e: int, pairs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A block after the other: simulate and verify, and go on from the first mistake if there was one."""
     chosen: list[Tensor] = []
@@ -72,7 +79,7 @@ def _in_rounds(
     while done < incoming.shape[0]:
         block = incoming[done : done + BLOCK]
         width = width or max(512, 3 * block.shape[0])
-        batch = Batch(memory, block, total, score, admit, e, width)
+        batch = Batch(memory, block, total, score, admit, e, width, pairs)
         accepted = batch.verified()
         slots, total = batch.accept(accepted)
         chosen.append(slots)
@@ -80,7 +87,9 @@ def _in_rounds(
         # a second round is rare, and a wider one is sure to get further
         width = 2 * width if accepted < block.shape[0] else 0
         if done < incoming.shape[0]:
-            memory = batch.memory_after()
+            memory, pairs = batch.memory_after(), None
+    if len(chosen) == 1:
+        return chosen[0], total
     return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64), total
 
 
@@ -90,11 +99,20 @@ class Batch:
     An *item* is a newcomer (0..B-1) or a candidate resident (B..B+m-1, in the order of their slots). Every item that
     has not left, admitted or not, has a running N against the memory as it is: exchanging item e for newcomer b is
     `N += h[b] - h[e]` for all items at once, with a zero where a newcomer meets itself. Rows of h are needed for
-    newcomers and for residents that leave: those of the likeliest are computed together, others when they are missing.
+    newcomers and for residents that leave: of a small memory all are computed together, or given (pairs); of others
+    those of the likeliest, and more when they are missing.
     """
 
     def __init__(
-        self, memory: Tensor, incoming: Tensor, total: Tensor, score: Score, admit: str, e: int, width: int
+        self,
+        memory: Tensor,
+        incoming: Tensor,
+        total: Tensor,
+        score: Score,
+        admit: str,
+        e: int,
+        width: int,
+        pairs: Tensor | None,
     ) -> None:
         self.memory, self.incoming, self.total, self.score, self.e = memory, incoming, total, score, e
         self.compete = admit == "compete"
@@ -110,14 +128,29 @@ class Batch:
         # float64 like N: to add a row of another dtype takes twice as long
         h = units(score, incoming, self.items, e).fill_diagonal_(0.0).double()
         self.newcomers = h.numpy()  # rows of h
-        self.leaving: dict[
-            int, tuple[Any, int]
-        ] = {}  # resident -> (rows of h against all residents, number of its own)
-        self.known = np.zeros(self.items.shape[0], bool)  # items that have a row
-        self.known[:count] = True
+        self.pairs: Any = None
+        if self.whole and size <= min(PAIRS, 2 * count):  # given or not, so that the same products decide
+            self.pairs = (pair_units(score, memory, e) if pairs is None else pairs).numpy()
+        else:
+            # resident -> (rows of h against all residents, number of its own)
+            self.leaving: dict[int, tuple[Any, int]] = {}
+            self.known = np.zeros(self.items.shape[0], bool)  # items that have a row
+            self.known[:count] = True
         own = h[:, count:].sum(1) if self.whole else _sum(self.seen, 1)  # N of the newcomers
         self.start = torch.cat([own, total]).numpy()
         self._simulate(count)
+
+    def _row(self, gone: int, values: Any, occupant: Any) -> Any:
+        """h of resident `gone` against all residents, (m,). values: N of the occupants, the items in the slots."""
+        if self.pairs is not None:
+            return self.pairs[gone - self.incoming.shape[0]]
+        if gone not in self.leaving:
+            values[self.known[occupant]] = -math.inf
+            values[occupant == gone] = math.inf  # it must be among them, however many tie with it
+            likely = values.argsort()[-FETCH if self.leaving else -self.incoming.shape[0] :]
+            self._fetch(occupant[likely[values[likely] > -math.inf]])
+        rows, i = self.leaving[gone]
+        return rows[i]
 
     def _fetch(self, items: Any) -> None:
         """Compute the rows of h of these residents."""
@@ -129,36 +162,31 @@ class Batch:
     def _simulate(self, count: int) -> None:
         """The policy on candidates and newcomers alone, for the first `count` newcomers."""
         # NumPy's calls cost a fifth of torch's on vectors this short
-        rows, n = list(self.newcomers), self.start.copy()
-        arriving, residents = n[: len(rows)], n[len(rows) :]
-        occupant = np.arange(len(rows), n.size)  # the item that each candidate's slot holds
+        h, n, compete = self.newcomers, self.start.copy(), self.compete
+        newcomers = len(h)
+        arriving, residents = n[:newcomers], n[newcomers:]
+        occupant = np.arange(newcomers, n.size)  # the item that each candidate's slot holds
         position, evicted, level = [], [], []  # for each newcomer: whose place it took, which item left, its N then
         for b in range(count):
             values = n[occupant]
-            if self.compete:
-                values += rows[b][occupant]
+            if compete:
+                values += h[b, occupant]
             p = int(values.argmax())
             gone, highest = occupant.item(p), values[p]
-            if self.compete and n[b] > highest:
+            if compete and n[b] > highest:
                 p, gone, highest = -1, b, n[b]  # it is turned away
             position.append(p)
             evicted.append(gone)
             level.append(highest)
             if gone == b:
                 continue
-            n += rows[b]
-            if gone < len(rows):
-                n -= rows[gone]
+            n += h[b]
+            if gone < newcomers:
+                n -= h[gone]
             else:
-                if gone not in self.leaving:
-                    values[self.known[occupant]] = -math.inf
-                    values[p] = math.inf  # the one that leaves must be among them, however many tie with it
-                    likely = values.argsort()[-FETCH if self.leaving else -len(rows) :]
-                    self._fetch(occupant[likely[values[likely] > -math.inf]])
                 # a column of what is known: computed anew, it could break a tie of two by its last bit
-                arriving -= self.newcomers[:, gone]
-                fetched, i = self.leaving[gone]
-                residents -= fetched[i]
+                arriving -= h[:, gone]
+                residents -= self._row(gone, values, occupant)
             occupant[p] = b
         self.running, self.occupant = n, occupant
         self.position, self.evicted, self.level = np.array(position, np.int64), evicted, level

@@ -24,6 +24,10 @@ CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 28}
 #: Above so many slots the linear score is summed by its shortcut: where it takes less time.
 SHORTCUT = {"cpu": 256, "cuda": 4096}
 
+#: Up to so many slots on the CPU the h of all pairs of residents are computed together, and used twice where N is
+#: counted just before newcomers come.
+PAIRS = 256
+
 
 def exponent(size: int) -> int:
     """e of this module's docstring, for a memory of `size` slots."""
@@ -72,6 +76,11 @@ def units(score: Score, rows: Tensor, columns: Tensor, e: int) -> Tensor:
 def to_units(score: Score, cosines: Tensor, e: int) -> Tensor:
     """cosines (overwritten) -> whole numbers h · 2^e."""
     return score._evaluate_(cosines.clamp_(-1.0, 1.0), 2.0**e).round_()
+
+
+def pair_units(score: Score, memory: Tensor, e: int) -> Tensor:
+    """h of all pairs of residents in units, 0 for each with itself: (K, d) -> (K, K)."""
+    return units(score, memory, memory, e).fill_diagonal_(0.0)
 
 
 def total_units(score: Score, memory: Tensor, e: int) -> Tensor:
