@@ -124,9 +124,3 @@ def test_payload_of_any_dtype_is_kept(dtype):
     given = torch.tensor([[0.0, 1.0], [1.0, 1.0]]).to(dtype).repeat(3, 1)
     memory.update(isotropic(6, 8, 0).float(), mark=given)
     assert torch.equal(memory["mark"].to(torch.complex64), given[[4, 5, 2, 3]].to(torch.complex64))
-
-
-def test_payload_may_ask_for_a_gradient():
-    memory = WorkingMemory(4, 8, "fifo", {"mark": ((), torch.float32)})
-    memory.update(isotropic(4, 8, 0).float(), mark=torch.arange(4.0, requires_grad=True))
-    assert memory["mark"].tolist() == [0, 1, 2, 3]

@@ -29,7 +29,7 @@ def array(rows: Tensor) -> Any:
     """On the CPU: the same rows for NumPy, whose calls take less time; of a dtype that it does not know, their bits."""
     if rows.is_floating_point() and rows.dtype not in (torch.float16, torch.float32, torch.float64):
         rows = rows.view(torch.uint8 if rows.itemsize == 1 else torch.int16)
-    return rows.numpy(force=True)  # also where a gradient is asked for
+    return rows.numpy()
 
 
 def first_newcomer(slots: Tensor, size: int) -> Tensor:
