@@ -192,12 +192,24 @@ def test_windows_take_turns():
     assert [len(t) for t in times] == [2, 2]
 
 
-def test_what_comes_before_a_call_is_run_each_time():
-    order = []
-    timing.milliseconds(
-        lambda: order.append("call"), torch.device("cpu"), repeats=2, before=lambda: order.append("before")
-    )
-    assert order == ["before", "call"] * 3
+def test_calls_inside_others_are_timed_and_left_as_they_were(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(parts.time, "perf_counter", lambda: next(clock) / 1e3)
+
+    class Work:
+        def whole(self, times):
+            return [self.part() for _ in range(times)]
+
+        def part(self):
+            return "done"
+
+    work = Work()
+    with parts.timed_calls([("whole", work, "whole"), ("part", work, "part")]) as spent:
+        assert work.whole(times=2) == ["done", "done"]
+    assert spent == pytest.approx({"part": 2.0, "whole": 5.0})  # a tick a look at the clock
+    assert work.whole(1) == ["done"]
+    assert next(clock) == 6
+    assert not vars(work)
 
 
 def test_bench_step_holds_rows_against_their_plain_one(tmp_path, capsys):
@@ -214,7 +226,10 @@ def test_bench_step_holds_rows_against_their_plain_one(tmp_path, capsys):
         assert row["images_per_s"] == pytest.approx(16e3 / row["ms"])
         assert row["mode"] == "eager"
         assert set(row["parts_ms"]) == {name for names in step.PARTS.values() for name in names}
-        assert row["shares"]["encoder"] == pytest.approx(row["parts_ms"]["encoder"] / row["ms"])
+        assert sum(row["shares"].values()) == pytest.approx(1)  # of the steps they were measured in
+        assert row["shares"]["encoder"] / row["shares"]["loss"] == pytest.approx(
+            row["parts_ms"]["encoder"] / row["parts_ms"]["loss"]
+        )
         assert len(row["ms_windows"]) == 2
         if row["plain"] is not None:
             assert row["plain"] in rows

@@ -1,4 +1,5 @@
-"""What a training step spends its time on: each part measured by itself, on a GPU as a captured graph.
+"""What a training step spends its time on: on a GPU each part by itself, as a captured graph; on a CPU inside real
+steps, where calls between others take longer than repeated ones.
 
 Parts that are not separate calls in a step are told apart by difference: the encoder is the training without the loss,
 re-encoding is the whole care for the memory without the replacement.
@@ -7,8 +8,10 @@ re-encoding is the whole care for the memory without the replacement.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +30,23 @@ SPARE = 6
 def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
     """Milliseconds of sampling, augmentation, encoder, loss, replacement and refresh; a part that is not there is 0.
 
+    On a CPU also of the step that they are parts of, so that a machine of wandering speed does not change their shares.
     sampling: the stream's next batch; on a GPU the host does it while the device computes, so this is an upper limit.
     encoder: forward, backward, optimizer and momentum copy. loss: with the predictor, where there is one.
-    replacement: `WorkingMemory.update`, on a CPU after a refresh as in a step. refresh: encoding what the memory holds
-    and what comes into it, and keeping N right. Changes the step's weights and memory: measure it last.
+    replacement: `WorkingMemory.update`. refresh: encoding what the memory holds and what comes into it, and keeping N
+    right. Changes the step's weights and memory: measure it last.
     """
     graph = step.graph is not None and step.graph.why_not is None
 
-    def timed(call: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-        return milliseconds(call, step.device, repeats=repeats, graph=graph, generator=step.generator, before=before)
+    def timed(call: Callable[[], object]) -> float:
+        return milliseconds(call, step.device, repeats=repeats, graph=graph, generator=step.generator)
+
+    def loss() -> float:
+        with encoders_that_answer_at_once(step) as (dummy, _):
+            return timed(lambda: train(step, dummy, dummy, only_loss=True))
+
+    if step.device.type == "cpu":
+        return _inside(step, repeats, loss)
 
     def sample() -> object:
         return step.stream.next(out=(step.images, step.ids))
@@ -49,7 +60,7 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
     if upkeep is not None:  # before the training on one batch again and again, which crowds embeddings together
         newcomers = Newcomers(step, upkeep, repeats + SPARE)
         bringing = timed(newcomers.next)
-        found["replacement"] = max(0.0, timed(newcomers.replace, newcomers.refresh) - bringing)
+        found["replacement"] = max(0.0, timed(newcomers.replace) - bringing)
         if step.config.memory_holds_images:
             care = timed(Newcomers(step, upkeep, repeats + SPARE).care)
             found["refresh"] = max(0.0, care - bringing - found["replacement"])
@@ -57,10 +68,57 @@ def parts(step: TrainingStep, *, repeats: int) -> dict[str, float]:
     found["augmentation"] = timed(lambda: views(step, images))
     first, second = views(step, images)
     whole = timed(lambda: train(step, first, second))
-    with encoders_that_answer_at_once(step) as (dummy, _):
-        found["loss"] = timed(lambda: train(step, dummy, dummy, only_loss=True))
+    found["loss"] = loss()
     found["encoder"] = max(0.0, whole - found["loss"])
     return found
+
+
+def _inside(step: TrainingStep, count: int, loss: Callable[[], float]) -> dict[str, float]:
+    """Each part's median share of `count` real steps, times their median. The loss, which is no call of its own, is
+    measured by itself."""
+    upkeep = step.upkeep
+    calls: list[tuple[str, Any, str]] = [("sampling", step.stream, "next"), ("sampling", step, "_sample")]
+    calls.append(("augmentation", step.augment, "views"))
+    if upkeep is not None:
+        calls += [("replacement", upkeep, "_offer"), ("care", upkeep, "update"), ("care", upkeep, "after_step")]
+    shares: dict[str, list[float]] = {name: [] for name in ("sampling", "augmentation", "replacement", "care")}
+    wholes = []
+    with timed_calls(calls) as spent:
+        for _ in range(count):
+            spent.clear()
+            began = time.perf_counter()
+            step()
+            wholes.append((time.perf_counter() - began) * 1e3)
+            for name, own in shares.items():
+                own.append(spent.get(name, 0.0) / wholes[-1])
+    whole = statistics.median(wholes)
+    found = {name: statistics.median(own) * whole for name, own in shares.items()}
+    care, found["loss"] = found.pop("care"), loss()
+    found["refresh"] = max(0.0, care - found["replacement"]) if step.config.memory_holds_images else 0.0
+    return found | {"encoder": max(0.0, whole - sum(found.values())), "step": whole}
+
+
+@contextmanager
+def timed_calls(calls: Sequence[tuple[str, Any, str]]) -> Iterator[dict[str, float]]:
+    """While it lasts, the milliseconds that methods (name, object, attribute) take add up under their names."""
+    spent: dict[str, float] = {}
+
+    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*args, **kwargs)
+            spent[name] = spent.get(name, 0.0) + (time.perf_counter() - began) * 1e3
+            return result
+
+        return timed
+
+    for name, owner, attribute in calls:
+        setattr(owner, attribute, watched(name, getattr(owner, attribute)))
+    try:
+        yield spent
+    finally:
+        for _, owner, attribute in calls:
+            delattr(owner, attribute)
 
 
 @torch.no_grad()
@@ -142,13 +200,6 @@ class Newcomers:
         embeddings, features = (rows.index_select(0, self.turn)[0] for rows in (self.embeddings, self.features))
         self.turn.add_(1).remainder_(len(self.images))
         return StepOutput(embeddings.new_zeros(()), embeddings, features)
-
-    def refresh(self) -> None:
-        """What a step does to the memory before newcomers come, with the embeddings it has."""
-        memory = self.upkeep.memory
-        slots = memory.stalest(self.upkeep.refreshed)
-        second = None if memory.policy_dim is None else memory.compared[slots]
-        memory.refresh(slots, memory.embeddings[slots], policy_embeddings=second)
 
     def replace(self) -> None:
         """The replacement alone."""

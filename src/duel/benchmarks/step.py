@@ -190,7 +190,8 @@ def _shares(step: TrainingStep, row: dict[str, Any], repeats: int) -> dict[str, 
         found = parts(step, repeats=repeats)
     except Exception as error:  # the whole step is measured; its parts are a help to understand it
         return {"parts_error": first_line(error)}
-    return {"parts_ms": found, "shares": {name: ms / row["ms"] for name, ms in found.items()}}
+    whole = found.pop("step", row["ms"])
+    return {"parts_ms": found, "shares": {name: ms / whole for name, ms in found.items()}}
 
 
 def report(

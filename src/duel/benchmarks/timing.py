@@ -20,19 +20,14 @@ def milliseconds(
     repeats: int,
     graph: bool = True,
     generator: torch.Generator | None = None,
-    before: Callable[[], object] = lambda: None,
 ) -> float:
     """Median time of one call, after warming up. On a GPU with graph=True the call is captured once and replayed.
 
-    generator: one that the call draws from; torch's own needs no mention. before: on a CPU, run before each call and
-    not timed.
+    generator: one that the call draws from; torch's own needs no mention.
     """
     if device.type != "cuda":
-        times = []
-        for _ in range(1 + repeats):
-            before()
-            times.append(_elapsed(call, device))
-        return statistics.median(times[1:])
+        call()
+        return statistics.median(_elapsed(call, device) for _ in range(repeats))
     run = capture(call, generator) if graph else call
     run()
     return statistics.median(_elapsed(run, device) for _ in range(repeats))
