@@ -593,6 +593,28 @@ def test_the_estimate_comes_from_the_nearest_finished_runs() -> None:
     )
 
 
+def test_where_nothing_has_run_benchmarked_steps_say_how_long(tmp_path: Path) -> None:
+    plan = runs_of("table2", "paper", rows=("moco", "d-moco-literal"), biases=(27.0,))
+    differing = TrainConfig().as_dict()
+    rows = [
+        {
+            "name": p.row.name,
+            "ms": ms,
+            "settings": {k: v for k, v in p.config.as_dict().items() if v != differing[k]} | {"data": "synthetic"},
+        }
+        for p, ms in zip(plan, (15.0, 30.0), strict=True)
+    ]
+    rows += [{**rows[0], "ms": 99.0, "settings": {**rows[0]["settings"], "memory_size": 65536}}, {"name": "failed"}]
+    (tmp_path / "bench-step-g.json").write_text(json.dumps({"hardware": {"gpu": "G"}, "rows": rows}))
+    found = store.steps([tmp_path])
+    assert len(found) == 3
+    lines = plan_lines(plan, {}, Path(), jobs=1, steps=found)
+    assert [line.split("about ")[1] for line in lines[1:3]] == ["10.0 min as on G", "20.0 min as on G"]
+    (tmp_path / "bench-step-g.json").write_text("[]")
+    with pytest.raises(UserError, match="bench-step-g"):
+        store.steps([tmp_path])
+
+
 def test_the_plan_says_how_long_each_seed_takes_and_where() -> None:
     plan = runs_of("table2", "short", rows=("simclr",), biases=(1.0, 27.0), seeds=(0, 1))
     lines = plan_lines(plan, {}, Path(), jobs=1)

@@ -1,4 +1,5 @@
-"""How long a plan will take, from runs that are finished; and the plan as text."""
+"""How long a plan will take, from runs that are finished, or else from steps that were benchmarked; and the plan as
+text."""
 
 from __future__ import annotations
 
@@ -17,10 +18,8 @@ from .store import Record
 _SIZE = ("data", "backbone", "batch_size", "image_size")
 """What two runs must share at least for one to stand for the other."""
 # From the closest kind of run to the least close. Failing these, the nearest by the images that a step encodes.
-_ALIKE: tuple[tuple[str, ...], ...] = (
-    ("method", "source", "memory_size", "refresh", "policy", "score"),
-    ("method", "source"),
-)
+_WORK = ("method", "source", "memory_size", "refreshed_slots", "newcomers_from_training", "memory_policy")
+_ALIKE = ((*_WORK, "score"), _WORK, _WORK[:2])
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,20 @@ def _scaled(record: Record, config: TrainConfig) -> float:
     return float(share * (budget["seconds"] * work + budget["evaluation_seconds"]))
 
 
-def plan_lines(plan: Sequence[Planned], ended: Mapping[str, Record], work: Path, *, jobs: int) -> list[str]:
-    """The plan, a line for each row, with what is finished and how long the rest should take; then a sum per seed."""
+def plan_lines(
+    plan: Sequence[Planned], ended: Mapping[str, Record], work: Path, *, jobs: int, steps: Sequence[Record] = ()
+) -> list[str]:
+    """The plan, a line for each row, with what is finished and how long the rest should take; then a sum per seed.
+
+    steps: benchmarked ones (`store.steps`).
+    """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     finished = [record for record in ended.values() if record.failed is None]
-    times = {p.hash: seconds_of(p.config, finished, gpu) for p in plan if p.hash not in ended}
+    times = {
+        p.hash: seconds_of(p.config, finished, gpu) or seconds_of(p.config, steps, gpu)
+        for p in plan
+        if p.hash not in ended
+    }
     lines = []
     names = list(dict.fromkeys(p.row.name for p in plan))
     width = max(map(len, names), default=0)

@@ -90,10 +90,11 @@ def reproduce(
     if decisive:
         raise UserError(f"machine may only have settings that do not decide the result, got {', '.join(decisive)}")
     plan = runs_of(what, scale, seeds=seeds, rows=rows, biases=biases, steps=steps, free=free)
-    ended = store.load_all(dict.fromkeys([*(Path(folder) for folder in finished_in), Path(out)]))
+    folders = list(dict.fromkeys([*(Path(folder) for folder in finished_in), Path(out)]))
+    ended = store.load_all(folders)
     todo = [planned for planned in plan if planned.hash not in ended]
     console = Console(stderr=not dry_run, highlight=False, soft_wrap=True)
-    for line in plan_lines(plan, ended, Path(work), jobs=jobs):
+    for line in plan_lines(plan, ended, Path(work), jobs=jobs, steps=store.steps(folders)):
         console.print(line, markup=False)
     if note := set_aside(what, scale, seeds or ()):
         console.print(note, markup=False)

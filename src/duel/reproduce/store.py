@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -104,27 +105,51 @@ def load_all(folders: Iterable[Path]) -> dict[str, Record]:
 def costs(folders: Iterable[Path]) -> dict[str, Cost]:
     """By row, from the benchmarks of training steps that lie in these folders; a later one wins."""
     found: dict[str, Cost] = {}
-    for path in (path for folder in folders for path in sorted(folder.glob(STEPS))):
-        try:
+    for path in _benchmarks(folders):
+        with _readable(path, "a benchmark"):
             rows = {row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
             for row, name in MEASURED.items():
                 if name in rows:
                     step, plain = rows[name], rows[rows[name]["plain"]]
                     found[row] = Cost(step["ratio"], step["peak_gb"] / plain["peak_gb"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} cannot be read as a benchmark ({error!r}); restore it or move it away") from error
     return found
 
 
-def read(path: Path) -> Record:
+def steps(folders: Iterable[Path]) -> list[Record]:
+    """The steps that were benchmarked on made-up images, as runs of one step on CIFAR-10, whose shape these have."""
+    found = []
+    for path in _benchmarks(folders):
+        with _readable(path, "a benchmark"):
+            benchmark = json.loads(path.read_text(encoding="utf-8"))
+            for row in benchmark["rows"]:
+                if "ms" not in row or row["settings"].get("data") != "synthetic":
+                    continue
+                config = TrainConfig.from_dict(row["settings"] | {"data": "cifar10"})
+                budget = {"steps": 1, "seconds": row["ms"] / 1e3, "evaluation_seconds": 0.0, "jobs": 1}
+                values = {"hardware": row.get("hardware", benchmark["hardware"]), "budget": budget}
+                found.append(Record(path, values, config, fingerprint(config)))
+    return found
+
+
+def _benchmarks(folders: Iterable[Path]) -> Iterator[Path]:
+    return (path for folder in folders for path in sorted(folder.glob(STEPS)))
+
+
+@contextmanager
+def _readable(path: Path, kind: str) -> Iterator[None]:
     try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read as {kind} ({error!r}); restore it or move it away") from error
+
+
+def read(path: Path) -> Record:
+    with _readable(path, "a run's result"):
         values = json.loads(path.read_text(encoding="utf-8"))
         schema = values["schema"]
         if schema != SCHEMA:
             raise UserError(f"{path} has schema {schema!r}, this version reads {SCHEMA}; move it away")
         config = TrainConfig.from_dict(values["config"])
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read as a run's result ({error!r}); restore it or move it away") from error
     return Record(path, values, config, fingerprint(config))
 
 
