@@ -83,9 +83,11 @@ def test_pairs_that_are_kept_are_those_of_the_memory_as_it_is(policy):
             kept.append(change)
             assert torch.equal(policy._pairs, pair_units(policy.score, memory.compared, exponent(20)))
     assert len(kept) >= 4
-    memory.refresh(torch.arange(20), rows[30:50])
-    memory.reset()
-    assert policy._pairs is None
+    for forget in (memory.double, memory.reset):
+        memory.refresh(torch.arange(len(memory)), rows[30:50].to(memory.embeddings.dtype))
+        assert policy._pairs is not None
+        forget()
+        assert policy._pairs is None
 
 
 def test_to_go_on_from_a_save_before_newcomers_come_is_never_to_have_stopped(monkeypatch):

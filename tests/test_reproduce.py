@@ -392,6 +392,13 @@ def test_a_dry_run_prints_the_plan_and_does_nothing(capsys: pytest.CaptureFixtur
     assert not list(Path.cwd().iterdir())
 
 
+def test_a_benchmark_that_cannot_be_read_stops_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("results").mkdir()
+    Path("results/bench-step-x.json").write_text("{}")
+    smoke(dry_run=True)
+    assert "warning: results/bench-step-x.json cannot be read as a benchmark" in capsys.readouterr().out
+
+
 class MortalPool:
     """Stands for the processes: the first two runs that are submitted together die, later ones finish."""
 
@@ -567,7 +574,7 @@ def test_settings_that_do_nothing_in_a_run_do_not_make_it_another() -> None:
 def test_a_damaged_or_foreign_result_is_named() -> None:
     record = fake(TrainConfig())
     record.path.write_text(record.path.read_text().replace('"schema": 1', '"schema": 99'))
-    with pytest.raises(UserError, match="schema 99"):
+    with pytest.raises(UserError, match=r"^results/runs/.* has schema 99"):
         store.load([Path("results")])
     record.path.write_text("{")
     with pytest.raises(UserError, match=re.escape(record.path.name)):

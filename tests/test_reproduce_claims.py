@@ -94,16 +94,18 @@ def test_evidence_is_found_by_config_whatever_the_seed() -> None:
 
 
 def test_a_cost_is_that_of_runs_that_had_the_device_to_themselves() -> None:
-    def costs(jobs: int, seconds: float, literal: int = 2) -> Verdict:
+    def costs(jobs: int, seconds: float, literal: int = 2, gpu: str = "G") -> Verdict:
         how: Any = {"jobs": jobs, "gpu_seconds": seconds, "peak_gpu_memory_mb": 2400}
-        found = [record("simclr", 27, 2, 0.5, jobs=1), record("d-simclr-literal", 27, literal, 0.5, **how)]
-        return judged(found, claims.PAPER, "D-SimCLR (literal) costs")
+        ours = record("d-simclr-literal", 27, literal, 0.5, **how)
+        ours = dataclasses.replace(ours, values={**ours.values, "hardware": {"gpu": gpu}})
+        return judged([record("simclr", 27, 2, 0.5, jobs=1), ours], claims.PAPER, "D-SimCLR (literal) costs")
 
     assert costs(1, 90.0).words == "holds"
     assert costs(1, 90.0).evidence == "time × 1.80 (paper × 1.88); memory × 1.20 (paper × 1.22)"
     assert costs(1, 150.0).words == "does not hold"
     assert costs(2, 90.0).words == "not yet measured"
     assert costs(1, 90.0, literal=3).words == "not yet measured"  # another seed
+    assert costs(1, 90.0, gpu="another").words == "not yet measured"
 
 
 def test_runs_that_no_row_has_any_more_are_not_shown() -> None:
@@ -254,6 +256,11 @@ def test_a_gap_that_is_not_clear_is_no_verdict_and_no_ratio() -> None:
         "Top-1 100 % [100, 100] (3)",
     )
     assert "| D-SimCLR, ours | – | – | no clear gap | – | – | 100 % [100, 100] (3) |" in page(found)
+    more = [record("simclr", 1, s, p, evaluation={"top1_test_to_train": 0.62}) for s, p in ((5, 0.70), (6, 0.74))]
+    for s in (5, 6):
+        for row, top1 in (("simclr", 0.6), ("d-simclr-ours", 0.62)):
+            more.append(record(row, 27, s, 0.72, evaluation={"top1_test_to_train": top1}))
+    assert judged([*found, *more], goals.OURS, words).short == "holds\\*"  # seeds enough, but half of the claim
 
 
 def test_goals_for_the_memory_and_for_balanced_data() -> None:

@@ -198,12 +198,16 @@ def test_the_committed_page_is_what_the_results_give() -> None:
 def test_what_a_step_costs_is_known_before_any_run(tmp_path: Path) -> None:
     rows = [
         {"name": "SimCLR, resnet50", "plain": None, "peak_gb": 7.0},
-        {"name": "D-SimCLR 512, literal, resnet50", "plain": "SimCLR, resnet50", "ratio": 1.35, "peak_gb": 7.7},
-    ]
+        {"name": "D-SimCLR 512, literal, resnet50", "plain": "SimCLR, resnet50", "ratio": 1.35, "peak_gb": 7.7,
+         "settings": {"score": "linear"}},
+        {"name": "D-MoCo 2,048, resnet50", "plain": "MoCo 2,048, resnet50", "error": "no memory"},
+    ]  # fmt: skip
     (tmp_path / "bench-step-gpu.json").write_text(json.dumps({"rows": rows}))
     text = page(runs(), costs=store.costs([tmp_path]))
     paper = text.split("Scale `paper`")[1].split("\n## ")[0]
-    assert "time × 1.35 (paper × 1.88); memory × 1.10 (paper × 1.22)" in paper
+    assert "time × 1.35 (paper × 1.88); memory × 1.10 (paper × 1.22), by the benchmark" in paper
+    assert "score linear" in paper
+    assert "D-MoCo (literal) costs" not in paper
     assert "× 1.35" not in text.split("Scale `paper`")[0]
     assert "table2" not in paper
     (tmp_path / "bench-step-gpu.json").write_text("{}")

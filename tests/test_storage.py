@@ -124,3 +124,22 @@ def test_payload_of_any_dtype_is_kept(dtype):
     given = torch.tensor([[0.0, 1.0], [1.0, 1.0]]).to(dtype).repeat(3, 1)
     memory.update(isotropic(6, 8, 0).float(), mark=given)
     assert torch.equal(memory["mark"].to(torch.complex64), given[[4, 5, 2, 3]].to(torch.complex64))
+
+
+def test_payload_whose_sign_was_put_off_is_kept():
+    memory = WorkingMemory(4, 8, "fifo", {"wave": ((), torch.complex64), "phase": ((), torch.float32)})
+    wave = torch.complex(torch.arange(4.0), torch.arange(4.0) + 1)
+    memory.update(isotropic(4, 8, 0).float(), wave=wave.conj(), phase=wave.conj().imag)
+    assert torch.equal(memory["wave"], wave.conj())
+    assert torch.equal(memory["phase"], -wave.imag)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "duel"])
+def test_negatives_that_are_overwritten_before_the_backward_pass_are_an_error(policy):
+    memory = WorkingMemory(8, 4, policy)
+    memory.update(isotropic(8, 4, 0).float())
+    weight = torch.ones(2, 4, requires_grad=True)
+    loss = (weight @ memory.negatives()[0].T).square().sum()
+    memory.update(isotropic(2, 4, 1).float())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 
 def last_newcomer(slots: Tensor, size: int) -> Tensor:
@@ -25,11 +26,20 @@ def occupied(slots: Tensor, size: int) -> tuple[Any, Any]:
     return taken, last[taken] - 1
 
 
-def array(rows: Tensor) -> Any:
-    """On the CPU: the same rows for NumPy, whose calls take less time; of a dtype that it does not know, their bits."""
+def put_rows(target: Tensor, at: Any, rows: Tensor, which: Any) -> None:
+    """On the CPU: `target[at] = rows[which]`, of one dtype, by NumPy: torch takes several times as long."""
+    if target.is_complex():  # which may be held as its conjugate
+        target.index_copy_(0, torch.from_numpy(at), rows.index_select(0, torch.from_numpy(which)))
+        return
+    _array(target)[at] = _array(rows)[which]
+    increment_version(target)  # so that autograd notices, should it still need what was there
+
+
+def _array(rows: Tensor) -> Any:
+    """For NumPy; of a dtype that it does not know, the bits."""
     if rows.is_floating_point() and rows.dtype not in (torch.float16, torch.float32, torch.float64):
-        rows = rows.view(torch.uint8 if rows.itemsize == 1 else torch.int16)
-    return rows.numpy()
+        rows = rows.detach().view(torch.uint8 if rows.itemsize == 1 else torch.int16)
+    return rows.numpy(force=True)  # without a gradient, and negated where that was put off
 
 
 def first_newcomer(slots: Tensor, size: int) -> Tensor:

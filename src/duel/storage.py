@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from duel.checks import PayloadSpec
 from duel.errors import UserError
-from duel.slots import array, first_newcomer, last_newcomer, occupied
+from duel.slots import first_newcomer, last_newcomer, occupied, put_rows
 
 
 class Evicted(NamedTuple):
@@ -120,7 +120,7 @@ class Storage(nn.Module):
         if slots.device.type == "cpu":  # there it may be read which slots change, and only they are written
             at, winner = occupied(slots, self.size)
             for target, values in rows:
-                array(target)[at] = array(values.to(target.dtype))[winner]
+                put_rows(target, at, values.to(target.dtype), winner)
             self._admitted_at.numpy()[at] = self._encoded_at.numpy()[at] = int(self._clock)
             return
         at = slots.clamp(min=0)

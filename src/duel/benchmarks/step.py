@@ -230,8 +230,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Any:
         "Training steps",
         ("",),
         COLUMNS,
-        caption="ratio: to the plain row, in turns; then shares of the step in %, each part measured by itself: "
-        "sampling and augmentation, encoder with optimizer and momentum copy, loss, replacement, refresh",
+        caption="ratio: to the plain row, in turns; then shares of the step in % (on a GPU each part measured by "
+        "itself): sampling and augmentation, encoder with optimizer and momentum copy, loss, replacement, refresh",
     )
     for row in rows:
         shown.add_row(row["name"], *(["failed"] if "error" in row else cells(row)))

@@ -49,6 +49,9 @@ class Duel(Policy):
         self._score = scores.get(score)
         self.admit, self.at_once, self.engine = admit, at_once, engine
 
+    _pairs: Tensor | None = None
+    """What N was counted from, until the memory changes."""
+
     @property
     def score(self) -> scores.Score:
         return self._score
@@ -62,7 +65,6 @@ class Duel(Policy):
         # N of every slot, carried from batch to batch; meaningful once the memory is full
         self.register_buffer("duplicates", torch.zeros(memory.size, dtype=torch.float64))
         self._counted = False
-        self._pairs: Tensor | None = None  # what N was counted from, until the memory changes
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"counted": self._counted, "score": self._score.name, "exponent": exponent(len(self.duplicates))}

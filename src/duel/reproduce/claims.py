@@ -9,7 +9,6 @@ from .paper import BIASES, RESOURCES, recovered
 from .plan import Data
 from .rows import ROWS, SCORES
 from .stats import Summary, paired_difference, summary
-from .store import Cost
 from .verdicts import Claim, Outcome, Verdict, recovers, weigh
 
 LITERAL: Mapping[str, str] = {"D-MoCo": "d-moco-literal", "D-SimCLR": "d-simclr-literal"}
@@ -124,15 +123,16 @@ def _cosines(evidence: Evidence) -> Verdict:
 
 def _costs(method: str) -> Callable[[Evidence], Verdict]:
     """Time and memory over the plain method's, against the paper's ratios; holds up to a tenth more."""
-    paper = Cost(*(d / plain for d, plain in zip(RESOURCES[f"d-{method}"], RESOURCES[method], strict=True)))
+    paper = [d / plain for d, plain in zip(RESOURCES[f"d-{method}"], RESOURCES[method], strict=True)]
 
     def judge(evidence: Evidence) -> Verdict:
         ours = evidence.cost(f"d-{method}-literal", WORST)
         if ours is None:
             return Verdict("not yet measured", "no GPU runs of both rows at ×27 by themselves")
-        outcome: Outcome = "holds" if all(o <= 1.1 * p for o, p in zip(ours, paper, strict=True)) else "does not hold"
-        words = (f"{name} × {o:.2f} (paper × {p:.2f})" for name, o, p in zip(Cost._fields, ours, paper, strict=True))
-        return Verdict(outcome, "; ".join(words))
+        pairs = {"time": (ours.time, paper[0]), "memory": (ours.memory, paper[1])}
+        outcome: Outcome = "holds" if all(own <= 1.1 * theirs for own, theirs in pairs.values()) else "does not hold"
+        words = (f"{name} × {own:.2f} (paper × {theirs:.2f})" for name, (own, theirs) in pairs.items())
+        return Verdict(outcome, "; ".join(words) + ours.how)
 
     return judge
 
@@ -190,6 +190,12 @@ PAPER: tuple[Claim, ...] = (
         "D-MoCo has larger intra- and smaller inter-class cosines than MoCo v2 (in hundredths)",
         _cosines,
     ),
-    Claim("D-MoCo (literal) costs no more than a quarter more time than MoCo v2 and no memory", _costs("moco")),
-    Claim("D-SimCLR (literal) costs no more than 1.9 times SimCLR's time and 1.2 times its memory", _costs("simclr")),
+    Claim(
+        "D-MoCo (literal) costs no more than a quarter more time than MoCo v2 and no memory, give or take a tenth",
+        _costs("moco"),
+    ),
+    Claim(
+        "D-SimCLR (literal) costs no more than 1.9 times SimCLR's time and 1.2 times its memory, give or take a tenth",
+        _costs("simclr"),
+    ),
 )

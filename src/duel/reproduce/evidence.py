@@ -92,17 +92,22 @@ class Evidence:
         return sum(values) / len(values) if values else None
 
     def cost(self, row: str, data: Data) -> Cost | None:
-        """Over the plain row's: as measured side by side, or by runs of the same seed and commit that had the device to
-        themselves. What runs at once take is a matter of what else ran."""
+        """Over the plain row's: as measured side by side, or by runs of the same seed, commit and hardware that had the
+        device to themselves. What runs at once take is a matter of what else ran."""
         if row in self._costs:
             return self._costs[row]
         ours, plain = (
-            {(run.seed, run.values["commit"]): run for run in self.runs(name, data) if run.budget("jobs") == 1}
+            {
+                (run.seed, run.values["commit"], run.values["hardware"].get("gpu")): run
+                for run in self.runs(name, data)
+                if run.budget("jobs") == 1
+            }
             for name in (row, ROWS[row].plain)
         )
         pairs = [(ours[key], plain[key]) for key in ours if key in plain]
         ratios = [_mean_ratio(pairs, name) for name in ("gpu_seconds", "peak_gpu_memory_mb")]
-        return None if None in ratios else Cost(*(ratio for ratio in ratios if ratio is not None))
+        time, memory = ratios
+        return None if time is None or memory is None else Cost(time, memory)
 
     def last(self, row: str, data: Data, metric: str) -> dict[int, float]:
         """Seed -> a metric at the end of training."""

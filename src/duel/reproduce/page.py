@@ -190,7 +190,6 @@ def _scale(section: Section, figures: Collection[str]) -> Iterator[str]:
         yield f"Not run. `duel reproduce all --scale {name}` runs it."
         known = {t: v for block in section.blocks.values() for t, v in block.items() if v.measured}
         if known:
-            yield "By the benchmark of training steps:"
             yield _verdicts(known)
         return
     yield _origin(section) + (f" No memory has more than {scale.largest_memory} slots." if scale.largest_memory else "")

@@ -94,7 +94,12 @@ def reproduce(
     ended = store.load_all(folders)
     todo = [planned for planned in plan if planned.hash not in ended]
     console = Console(stderr=not dry_run, highlight=False, soft_wrap=True)
-    for line in plan_lines(plan, ended, Path(work), jobs=jobs, steps=store.steps(folders)):
+    benchmarked: list[store.Record] = []
+    try:
+        benchmarked = store.steps(folders)
+    except UserError as error:  # no more than an estimate needs them
+        console.print(f"warning: {error}", markup=False)
+    for line in plan_lines(plan, ended, Path(work), jobs=jobs, steps=benchmarked):
         console.print(line, markup=False)
     if note := set_aside(what, scale, seeds or ()):
         console.print(note, markup=False)

@@ -34,6 +34,8 @@ class Cost(NamedTuple):
 
     time: float
     memory: float
+    how: str = ""
+    """Where it is from, if not from runs."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +105,18 @@ def load_all(folders: Iterable[Path]) -> dict[str, Record]:
 
 
 def costs(folders: Iterable[Path]) -> dict[str, Cost]:
-    """By row, from the benchmarks of training steps that lie in these folders; a later one wins."""
+    """By row, from the benchmarks of training steps that lie in these folders; the last by name wins."""
     found: dict[str, Cost] = {}
     for path in _benchmarks(folders):
         with _readable(path, "a benchmark"):
             rows = {row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
             for row, name in MEASURED.items():
-                if name in rows:
-                    step, plain = rows[name], rows[rows[name]["plain"]]
-                    found[row] = Cost(step["ratio"], step["peak_gb"] / plain["peak_gb"])
+                step = rows.get(name, {})
+                plain = rows.get(step.get("plain"), {})
+                if "ratio" in step and "peak_gb" in step and "peak_gb" in plain:  # not failed, and on a GPU
+                    score = step["settings"].get("score", TrainConfig.score)
+                    how = f", by the benchmark of training steps, score {score}"
+                    found[row] = Cost(step["ratio"], step["peak_gb"] / plain["peak_gb"], how)
     return found
 
 
@@ -139,6 +144,8 @@ def _benchmarks(folders: Iterable[Path]) -> Iterator[Path]:
 def _readable(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read as {kind} ({error!r}); restore it or move it away") from error
 

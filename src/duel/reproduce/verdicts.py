@@ -161,6 +161,6 @@ def recovers(rows: Mapping[str, str], least: float, *, low: float | None = None)
             return Verdict("not comparable", without, incomplete=bool(fair))
         run = any(evidence.gain(row, WORST, "probe") for row in rows.values())
         found = conclude(fair, passes, share, nothing="no runs at ×1" if run else "no paired runs", enough=SEEDS)
-        return dataclasses.replace(found, note=f"{found.note} ({without})") if unclear else found
+        return dataclasses.replace(found, note=f"{found.note} ({without})", incomplete=True) if unclear else found
 
     return judge
