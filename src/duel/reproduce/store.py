@@ -2,6 +2,7 @@
 
 RESULTS/runs/<name>-<hash>.json    a finished run, or one whose training diverged
 RESULTS/errors/<name>-<hash>.json  the last accident of a run, which the next call tries again
+RESULTS/bench-step-*.json          what `duel bench step` wrote: what rows cost, and how long steps take
 """
 
 from __future__ import annotations
