@@ -636,9 +636,17 @@ def test_a_comparison_that_fails_does_not_lose_the_others(tmp_path, monkeypatch,
     assert capsys.readouterr().err.count("RuntimeError: no memory for") == 4
 
 
+def test_a_whole_name_means_that_row_alone():
+    known = peers.comparisons()
+    assert [case.name for case in cases.chosen(known, ["MoCo, lightly"])] == ["MoCo, lightly"]
+    assert {case.name for case in cases.chosen(known, ["one BatchNorm group"])} == {
+        f"{name}, lightly, one BatchNorm group" for name in ("MoCo", "MoCo with batch statistics")
+    }
+
+
 def test_lightly_s_moco_normalises_an_eighth_of_the_batch_at_a_time():
     pytest.importorskip("lightly", reason="the extra [peers] is not installed")
-    names = ["MoCo, lightly", "SimCLR, lightly"]
+    names = ["MoCo, lightly", "SimCLR, lightly", "MoCo, lightly, one BatchNorm group"]
     for case in cases.chosen(peers.comparisons(backbone="convnet", batch_size=16, memory_size=8), names):
         peer = peer_models.PEERS[case.peer](case.config, (3, 8, 8))
         norms = [m for m in peer.modules() if isinstance(m, torch.nn.BatchNorm2d)]

@@ -111,10 +111,18 @@ def demo_cases(**settings: Any) -> list[Case]:
 
 
 def chosen(rows: Sequence[SomeCase], words: Sequence[str]) -> list[SomeCase]:
-    """The rows with one of `words` in their name, and those they are held against; all where no words are given."""
+    """The rows with one of `words` in their name, and those they are held against; all where no words are given.
+
+    A word that is a whole name means that row alone.
+    """
+    names = {case.name for case in rows}
+
+    def named_by(word: str, name: str) -> bool:
+        return word == name if word in names else word in name
+
     for word in words:
         if not any(word in case.name for case in rows):
             raise UserError(f"no row has {word!r} in its name; there are: {'; '.join(case.name for case in rows)}")
-    named = [case for case in rows if not words or any(word in case.name for word in words)]
+    named = [case for case in rows if not words or any(named_by(word, case.name) for word in words)]
     kept = {case.name for case in named} | {case.plain for case in named}
     return [case for case in rows if case.name in kept]

@@ -88,7 +88,7 @@ class Step:
     """Methods to measure (not for the demo, nor are --memory, --residents, --recipe, --batch-size, --data,
     --image-count and --root)."""
     rows: tuple[str, ...] = ()
-    """Only rows with one of these words in their name, and the plain rows that they are held against."""
+    """Only rows of these names, or with one of these words in theirs, and the plain rows that they are held against."""
     backbones: tuple[str, ...] = ()
     """Any timm names; by default resnet18 and resnet50 on a GPU, and on a CPU the demo instead."""
     memory: tuple[int, ...] = (2048, 65536)
@@ -192,7 +192,7 @@ class Peers:
     methods: tuple[str, ...] = ("simclr", "moco")
     """Methods to measure."""
     rows: tuple[str, ...] = ()
-    """Only rows with one of these words in their name."""
+    """Only rows of these names, or with one of these words in theirs."""
     backbone: str = "resnet18"
     """Any timm name."""
     batch_size: int = 256
