@@ -13,7 +13,7 @@ from PIL import Image
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from duel import encoders, losses, recipes, runs
+from duel import encoders, losses, recipes, runs, stem
 from duel.benchmarks import cases, floor, images, page, parts, peer_models, peers, replace, results, step, timing
 from duel.cli import main
 from duel.errors import UserError
@@ -663,6 +663,17 @@ def test_lightly_s_moco_normalises_an_eighth_of_the_batch_at_a_time():
         trained = [m for m in peer.backbone.modules() if isinstance(m, torch.nn.BatchNorm2d)]
         assert len(norms) == 2 * len(trained) > 0
         assert all(m.weight.grad is not None for m in trained)
+
+
+def test_lightly_s_groups_do_not_meet_our_channels_last_stem(monkeypatch):
+    pytest.importorskip("lightly", reason="the extra [peers] is not installed")
+    monkeypatch.setattr(stem.StemConv2d, "forward", stem.StemConv2d.as_product)  # as on a GPU
+    (case,) = cases.chosen(peers.comparisons(batch_size=16, memory_size=8), ["MoCo, lightly"])
+    peer = peer_models.PEERS[case.peer](case.config, (3, 8, 8))
+    plain = encoders.backbone(case.config.backbone, stem=case.config.stem, image_size=8)
+    assert sum(p.numel() for p in peer.backbone.parameters()) == sum(p.numel() for p in plain.parameters())
+    peer(torch.rand(16, 3, 8, 8), torch.rand(16, 3, 8, 8)).backward()
+    assert all(p.grad is not None for p in peer.backbone.parameters())
 
 
 def test_plain_pytorch_is_moco_with_a_queue():

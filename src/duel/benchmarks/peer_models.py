@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy, normalize
 from duel import encoders
 from duel.config import TrainConfig
 from duel.errors import UserError
+from duel.stem import StemConv2d
 
 
 def lightly() -> Any:
@@ -83,12 +84,23 @@ class LightlyPeer(Peer):
                 self.library.deactivate(part)
 
     def _split(self, backbone: nn.Module, groups: int) -> None:
-        """lightly's BatchNorm, which views its input in a way that channels-last does not allow."""
+        """lightly's BatchNorm, which views its input in a way that channels-last does not allow; nor may it come from
+        our stem, whose product is channels-last."""
         self.channels_last = False
-        norms = [(part, *at) for part in backbone.modules() for at in part.named_children()]
-        for part, name, norm in norms:
-            if isinstance(norm, nn.BatchNorm2d):
-                setattr(part, name, self._like(norm, groups))
+        places = [(part, *at) for part in backbone.modules() for at in part.named_children()]
+        for part, name, layer in places:
+            if isinstance(layer, nn.BatchNorm2d):
+                setattr(part, name, self._like(layer, groups))
+            elif isinstance(layer, StemConv2d):
+                setattr(part, name, self._plain(layer))
+
+    @staticmethod
+    def _plain(stem: StemConv2d) -> nn.Module:
+        size: Any = stem.kernel_size
+        shape: Any = {"stride": stem.stride, "padding": stem.padding}
+        conv = nn.Conv2d(stem.in_channels, stem.out_channels, size, bias=False, **shape)
+        conv.weight = stem.weight
+        return conv
 
     def _like(self, norm: nn.BatchNorm2d, groups: int) -> nn.Module:
         split: nn.Module = self.library.BatchNorm(norm.num_features, groups)
