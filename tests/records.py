@@ -11,6 +11,7 @@ from duel.reproduce.plan import SCALES, Data, Scale, plan_run
 from duel.reproduce.rows import ROWS
 
 SHORT = SCALES["short"]
+BUDGET = {"steps": 5000, "images_encoded": 10**6, "gpu_seconds": 50.0, "peak_gpu_memory_mb": 2000, "share": 1.0}
 
 
 def record(
@@ -32,7 +33,7 @@ def record(
         "row": row, "scale": scale.name, "commit": "0123456789", "hardware": {"gpu": "G"}, "versions": {"torch": "2"},
         "evaluation": measured | dict(evaluation or {}),
         "metrics": over_time | dict(metrics or {}),
-        "budget": {"steps": 5000, "images_encoded": 10**6, "gpu_seconds": 50.0, "peak_gpu_memory_mb": 2000} | budget,
+        "budget": BUDGET | budget,
     }  # fmt: skip
     return store.Record(Path(), values, planned.config, planned.hash)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from duel.errors import UserError
 from duel.evaluation import probe as module
-from duel.evaluation.probe import fit, linear_probe, nearest_centroid
+from duel.evaluation.probe import fit, linear_probe, nearest_centroid, standardised
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -105,6 +105,19 @@ def test_probe_is_as_accurate_as_logistic_regression():
     assert found["accuracy"] == pytest.approx(expected, abs=0.01)
     assert not found["diverged"]
     assert found["train_accuracy"] > found["accuracy"]
+
+
+def test_standardised_features_are_fitted_where_a_common_offset_spoils_the_probe():
+    x, y, test_x, test_y = digits()
+    offset = 100 * torch.randn(x.shape[1], generator=torch.Generator().manual_seed(0))
+    spoilt = linear_probe(x + offset, y, test_x + offset, test_y)
+    seen, unseen = standardised(x + offset, test_x + offset)
+    mended = linear_probe(seen, y, unseen, test_y)
+    assert not spoilt["diverged"]
+    assert spoilt["train_accuracy"] < 0.9 < mended["accuracy"]
+    seen, unseen = standardised(torch.tensor([[1.0, 5.0], [3.0, 5.0]]), torch.tensor([[4.0, 6.0]]))
+    assert seen.tolist() == [[-1.0, 0.0], [1.0, 0.0]]
+    assert unseen.tolist() == [[2.0, 1.0]]  # a feature that never varied is left as it is
 
 
 def test_same_seed_same_result_and_the_seed_matters():

@@ -207,6 +207,17 @@ def test_tables_show_per_cent(result):
     assert "blob 3" in text
 
 
+def test_a_probe_that_has_not_fitted_is_said(result):
+    def caption(**changes):
+        return table(result | changes).caption or ""
+
+    assert "has not fitted" not in caption()
+    assert "has not fitted" in caption(probe_train=result["knn"] - 0.03)
+    assert "has not fitted" not in caption(probe_train=result["knn"] - 0.01)
+    assert "diverged" in caption(probe_train=0.0, probe_diverged=True)
+    assert "has not fitted" not in caption(probe_train=0.0, probe_diverged=True)
+
+
 def test_progress_can_join_a_display_that_is_shown(sources):
     with Progress(disable=True) as shown:
         task = shown.add_task("training")

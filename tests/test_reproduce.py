@@ -19,6 +19,7 @@ import torch
 
 from duel import cli, inputs, runs
 from duel.config import TrainConfig
+from duel.data import load, statistics
 from duel.errors import UserError
 from duel.machine import PeakMemory
 from duel.reproduce import execute as execution
@@ -27,7 +28,8 @@ from duel.reproduce.estimate import Estimate, plan_lines, seconds_of
 from duel.reproduce.evidence import Evidence
 from duel.reproduce.execute import Job, Outcome
 from duel.reproduce.fingerprint import fingerprint
-from duel.reproduce.plan import GRIDS, SCALES, Data, Planned, encoded_images, runs_of, set_aside
+from duel.reproduce.pixels import measure_pixels
+from duel.reproduce.plan import GRIDS, SCALES, Data, Planned, Variation, encoded_images, runs_of, set_aside
 from duel.reproduce.rows import ROWS
 from duel.reproduce.sharing import SharedClock
 from duel.signals import StopRequest
@@ -366,7 +368,8 @@ def test_the_command_passes_on_what_the_machine_needs(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(runner, "reproduce", stand_in)
     options = ["--commit", "abc", "--work", "here", "--compile", "False", "--dry-run"]
-    assert cli.main(["reproduce", "table2", *options]) == 0
+    assert cli.main(["reproduce", "table2", *options, "--steps", "30", "--lr", "0.001"]) == 0
+    assert (given["steps"], given["lr"]) == (30, 0.001)
     assert (given["commit"], given["work"], given["machine"]) == ("abc", "here", {"compile": False})
     assert cli.main(["reproduce", "table2", "--dry-run"]) == 0
     assert (given["commit"], given["work"], given["machine"]) == (None, "runs/reproduce", {"compile": None})
@@ -545,6 +548,38 @@ def test_the_hash_is_of_what_decides_the_result() -> None:
         {"weights": (1.0,), "bias_kind": "weights"},
     ):
         assert fingerprint(dataclasses.replace(config, **change)) != fingerprint(config)
+
+
+def test_the_class_at_the_head_of_a_long_tail_decides_the_result() -> None:
+    first = TrainConfig(bias=100, bias_kind="longtail")
+    assert fingerprint(first) == "8ea5716f1d"  # as in files of before
+    assert fingerprint(dataclasses.replace(first, bias_class=9)) != fingerprint(first)
+
+
+def test_another_learning_rate_is_another_run() -> None:
+    plain, slow = (runs_of("table2", "smoke", variation=Variation(lr=lr)) for lr in (None, 0.02))
+    assert {run.config.lr for run in slow} == {0.02}
+    assert not {run.hash for run in slow} & {run.hash for run in plain}
+
+
+def test_raw_pixels_are_measured_once(tmp_path: Path) -> None:
+    path = measure_pixels("smoke", tmp_path, progress=False)
+    assert path == tmp_path / "pixels-digits.json"
+    written = path.read_text()
+    found = store.pixels([tmp_path], "digits")
+    assert found is not None
+    assert found["probe"] == pytest.approx(found["probe_standardised"], abs=0.1)
+    assert found["protocol"]["settings"]["probe_epochs"] == SCALES["smoke"].evaluation.probe_epochs
+    train, test = (load("digits", split=split) for split in ("train", "test"))
+    mean, std = (torch.tensor(values)[:, None, None] for values in statistics(train))
+    seen, unseen = (((s.images(torch.arange(len(s))) / 255 - mean) / std).flatten(1) for s in (train, test))
+    nearest = (torch.nn.functional.normalize(unseen) @ torch.nn.functional.normalize(seen).T).argmax(1)
+    hits = train.labels[nearest] == test.labels
+    assert found["top1_test_to_train"] == pytest.approx(hits.double().mean())
+    assert json.loads(written)["data"] == "digits"
+    assert measure_pixels("smoke", tmp_path, progress=False) == path
+    assert path.read_text() == written
+    assert store.pixels([tmp_path], "cifar10") is None
 
 
 def test_settings_that_do_nothing_in_a_run_do_not_make_it_another() -> None:

@@ -46,6 +46,7 @@ def test_verdicts_follow_the_evidence() -> None:
     assert weigh({"a": UP, "b": None}).words == "holds so far (not yet measured: b)"
     assert weigh({"a": UP, "b, c": None, "d": None}).words == "holds so far (not yet measured: b, c; d)"
     assert weigh({"a": Summary(-3.0, None, 1)}, "not below").words == "does not hold; one seed only"
+    assert weigh({"a": UP, "b": Summary(3.0, None, 1)}).words == "holds; one seed only: b"
     assert "a +2.00 ± 0.50 (4)" in weigh({"a": UP}).evidence
 
 

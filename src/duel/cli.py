@@ -27,7 +27,7 @@ from .reproduce.command import WORK
 
 USER_MISTAKE, INTERRUPTED = 2, 130
 #: What the extra [train] brings, by the names of the modules.
-TRAINING_PACKAGES = ("torchvision", "timm", "lightning", "sklearn", "safetensors", "tensorboard", "PIL")
+TRAINING_PACKAGES = ("torchvision", "timm", "lightning", "sklearn", "scipy", "safetensors", "tensorboard", "PIL")
 RunDir = Annotated[Positional[str], tyro.conf.arg(metavar="RUN_DIR")]
 
 
@@ -239,8 +239,9 @@ class Reproduce:
       duel reproduce all --scale smoke
 
     WHAT: table1 (Top-k), table2 (linear probe), ablation (score functions), resources, framework, rivals, controls,
-    tuning, negative-free, subset, longtail; figure1, figure-mcp, figure3, scores (figures); page (docs/results.md from
-    the results that are there); all. Finished runs are found again under --out and not repeated.
+    tuning, negative-free, subset, longtail; pixels (what the images give without an encoder); figure1, figure-mcp,
+    figure3, scores (figures); page (docs/results.md from the results that are there); all. Finished runs are found
+    again under --out and not repeated.
     """
 
     what: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="WHAT ...")]
@@ -256,6 +257,8 @@ class Reproduce:
     """Only these biases."""
     steps: int | None = None
     """Another length of training than the scale's; such runs have a section of their own on the page."""
+    lr: float | None = None
+    """Another learning rate than the recipe's, likewise."""
     minutes: float | None = None
     """Stop after so many minutes; runs under way are saved and continued by the next call. With several jobs, a process
     that has not stopped two minutes later is killed."""

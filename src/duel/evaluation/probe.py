@@ -76,6 +76,13 @@ def linear_probe(
     )
 
 
+def standardised(train_x: Tensor, test_x: Tensor) -> tuple[Tensor, Tensor]:
+    """Both less the mean of the training features, each feature over its standard deviation there."""
+    mean, spread = train_x.mean(0), train_x.std(0, correction=0)
+    spread = torch.where(spread > 0, spread, 1.0)
+    return (train_x - mean) / spread, (test_x - mean) / spread
+
+
 def _with_one(features: Tensor) -> Tensor:
     """(n, f) → float32 (n, f + pad): a column of ones makes the bias a weight; zeros fill up to a multiple of 8.
 

@@ -27,7 +27,7 @@ from duel.evaluation.features import (
 )
 from duel.evaluation.geometry import class_cosines, class_means, effective_rank, etf_distance
 from duel.evaluation.knn import Neighbours, nearest, topk_of, weighted_knn_of
-from duel.evaluation.probe import linear_probe, nearest_centroid
+from duel.evaluation.probe import ProbeResult, linear_probe, nearest_centroid, standardised
 from duel.evaluation.progress import ProgressLike, bars
 from duel.evaluation.rates import Rates, check_labels
 from duel.evaluation.settings import DEFAULTS, EvaluationSettings
@@ -139,17 +139,23 @@ def _measures(
         voters = Neighbours(in_train.similarity[:, :k], in_train.rows[:, :k])
         knn = weighted_knn_of(voters, test_y, train_y, temperature=settings.temperature, classes=classes)
         near_test, near_train = topk_of(in_test, test_y, test_y, top), topk_of(in_train, test_y, train_y, top)
-    with clock.part("probe"):
-        probe = linear_probe(
-            train_x, train_y, test_x, test_y, epochs=settings.probe_epochs, lr=settings.probe_lr,
+
+    def probed(seen: Tensor, unseen: Tensor) -> ProbeResult:
+        return linear_probe(
+            seen, train_y, unseen, test_y, epochs=settings.probe_epochs, lr=settings.probe_lr,
             momentum=settings.probe_momentum, weight_decay=settings.probe_weight_decay,
             batch_size=settings.probe_batch_size, seed=settings.seed, classes=classes, progress=progress,
         )  # fmt: skip
+
+    with clock.part("probe"):
+        probe = probed(train_x, test_x)
     found: dict[str, Any] = {f"{name}_test_to_test": rate for name, rate in near_test.items()}
     found |= {f"{name}_test_to_train": rate for name, rate in near_train.items()}
     found |= {"knn": knn["accuracy"], "probe": probe["accuracy"]}
     if not full:
         return {name: found[name] for name in HEADLINES}
+    with clock.part("probe"):
+        probe_standardised = probed(*standardised(train_x, test_x))
     fewest = int(torch.bincount(train_y, minlength=classes).min())
     shots = min(settings.shots, fewest)  # 0 where a class has no training image: then there is no such measure
     few = (
@@ -164,6 +170,7 @@ def _measures(
     intra, inter = (None if math.isnan(cosine) else cosine for cosine in class_cosines(test_x, test_y))
     return {
         **found,
+        "probe_standardised": probe_standardised["accuracy"],
         "few_shot": few and few["accuracy"],
         "few_shot_std": few and few["std"],
         "balanced_accuracy": {"knn": knn["balanced_accuracy"], "probe": probe["balanced_accuracy"]},
@@ -199,6 +206,7 @@ def protocol(
         "knn": "test image classified by its k nearest train images, each with weight exp(cosine / temperature)",
         "probe": "one linear layer on the features as they come, from zero weights, by SGD at a constant learning rate "
         "on all labelled train images; test accuracy after the last epoch",
+        "probe_standardised": "the same on features standardised by their mean and deviation over the train images",
         "few_shot": "nearest class mean by cosine of unit features; mean over draws of the train images",
         "balanced_accuracy": "mean over classes of the share of the class's test images",
         "cosines": "mean over all pairs of test images of one class / of two classes",

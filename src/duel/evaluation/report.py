@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ _RATES = {
     "top10_test_to_train": "Top-10, test to train",
     "knn": "weighted k-NN",
     "probe": "linear probe",
+    "probe_standardised": "linear probe, standardised",
     "few_shot": "nearest centroid",
 }
 _NUMBERS = {
@@ -44,10 +46,21 @@ def table(result: dict[str, Any], *, title: str = "Evaluation") -> Table:
     notes = []
     if result["probe_diverged"]:
         notes.append("The linear probe diverged: lower probe_lr, or look at the scale of the features.")
+    elif not has_fitted(result):
+        notes.append(
+            "The linear probe has not fitted: it is right about its training images less often than k-NN about test "
+            "images. The one on standardised features says more."
+        )
     if 2 * result["used"]["k"] > result["images"]["train"]:
         notes.append(f"k-NN: most of the {result['images']['train']} training images vote, which says little.")
     made.caption = " ".join(notes) or None
     return made
+
+
+def has_fitted(result: Mapping[str, Any]) -> bool:
+    """Whether the linear probe learned what can be read off the features: it may not do worse, by more than two points,
+    on the images it was trained on than k-NN does on test images."""
+    return "probe_train" not in result or float(result["probe_train"]) >= float(result["knn"]) - 0.02
 
 
 def class_table(result: dict[str, Any], *, title: str = "Accuracy by class") -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from .plan import GRIDS, SCALES
 
 FIGURES = ("figure1", "figure-mcp", "figure3", "scores")
 WORK = "runs/reproduce"
-WHAT = ("all", *(name for name in GRIDS if name not in FIGURES), *FIGURES, "page")
+WHAT = ("all", *(name for name in GRIDS if name not in FIGURES), "pixels", *FIGURES, "page")
 
 
 def defaults(scale: str) -> tuple[str, str]:
@@ -26,6 +27,7 @@ def produce(
     rows: Sequence[str] = (),
     biases: Sequence[float] = (),
     steps: int | None = None,
+    lr: float | None = None,
     minutes: float | None = None,
     jobs: int = 1,
     root: str = "data",
@@ -59,6 +61,7 @@ def produce(
             rows=rows,
             biases=biases,
             steps=steps,
+            lr=lr,
             minutes=minutes,
             jobs=jobs,
             root=root,
@@ -74,8 +77,13 @@ def produce(
         status = 130 if done.interrupted else 0 if done.complete else 1
     if dry_run or status == 130:
         return 0 if dry_run else status
+    if "pixels" in what or "all" in what:
+        from .pixels import measure_pixels
+
+        path = measure_pixels(scale, Path(results), root=os.path.expanduser(root), download=download, device=device)
+        print(f"written: {path}")
     figures = FIGURES if "all" in what else tuple(name for name in FIGURES if name in what)
-    for path in _documents(figures, bool(grids) or "page" in what, results, documents, scale):
+    for path in _documents(figures, bool(grids) or "page" in what or "pixels" in what, results, documents, scale):
         print(f"written: {path}")
     return status
 

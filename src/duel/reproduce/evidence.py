@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from .fingerprint import fingerprint
-from .plan import DRAWN, GRIDS, SCALES, TUNING, Data, Scale, plan_run
+from .plan import DRAWN, GRIDS, OWN, SCALES, TUNING, Data, Scale, Variation, plan_run
 from .rows import ROWS
 from .stats import Recovered, Summary, gap_recovered, summary
 from .store import Cost, Record
 
 MEASURES: Mapping[str, str] = {
     "probe": "linear probe",
+    "probe_standardised": "linear probe on standardised features",
     "top1_test_to_train": "Top-1, test to train",
     "top1_test_to_test": "Top-1, test to test",
     "top10_test_to_train": "Top-10, test to train",
@@ -26,21 +29,24 @@ EARLY = (0.02, 0.06, 0.2)
 
 
 class Evidence:
-    """The runs of one scale and one length: those of the seeds that our settings were chosen on (`tuning`), or all
-    others."""
+    """The runs of one scale and one variation of it: those of the seeds that our settings were chosen on (`tuning`), or
+    all others."""
 
     def __init__(
         self,
         records: Iterable[Record],
         scale: Scale,
-        steps: int | None = None,
+        variation: Variation = OWN,
         *,
         tuning: bool = False,
         costs: Mapping[str, Cost] | None = None,
+        pixels: Mapping[str, Any] | None = None,
     ) -> None:
-        """costs: rows whose cost has been measured side by side with their plain row's."""
+        """costs: rows whose cost has been measured side by side with their plain row's. pixels: the evaluation of raw
+        images."""
         self._costs = costs or {}
-        self.scale = scale if steps is None else scale.of_length(steps)
+        self.pixels = pixels
+        self.scale = scale.varied(variation)
         self._hashes: dict[tuple[str, Data], str] = {}
         self._runs: dict[str, list[Record]] = defaultdict(list)
         for record in records:
@@ -63,12 +69,17 @@ class Evidence:
         return sorted(self._runs.get(self.hash(row, data), []), key=lambda record: record.seed)
 
     def figures(self, row: str, data: Data, measure: str) -> dict[int, float]:
-        """Seed -> per cent."""
-        found = {record.seed: record.measure(measure) for record in self.runs(row, data)}
-        return {seed: 100 * value for seed, value in found.items() if value is not None}
+        """Seed -> per cent; without linear probes that have not fitted, which say nothing of the features."""
+        counted = [record for record in self.runs(row, data) if measure != "probe" or record.fitted]
+        return _per_cent(counted, measure)
 
     def summary(self, row: str, data: Data, measure: str) -> Summary | None:
-        return summary(list(self.figures(row, data, measure).values()))
+        """Of all runs."""
+        return summary(list(_per_cent(self.runs(row, data), measure).values()))
+
+    def fitted(self, row: str, data: Data) -> bool:
+        """Whether the linear probes of all runs have."""
+        return all(record.fitted for record in self.runs(row, data))
 
     def gains(self, row: str, data: Data, measure: str) -> dict[int, float]:
         """Seed -> difference to the plain row on the same data, in points."""
@@ -85,6 +96,12 @@ class Evidence:
             return None
         return gap_recovered(
             self.figures(row, data, measure), self.figures(plain, data, measure), self.figures(plain, BALANCED, measure)
+        )
+
+    def has(self, measure: str) -> bool:
+        """Whether there is something to show: a measure that came later is not in older runs."""
+        return measure != "probe_standardised" or any(
+            record.measure(measure) is not None for records in self._runs.values() for record in records
         )
 
     def budget(self, row: str, data: Data, name: str) -> float | None:
@@ -135,6 +152,11 @@ class Evidence:
         return None
 
 
+def _per_cent(records: Iterable[Record], measure: str) -> dict[int, float]:
+    found = {record.seed: record.measure(measure) for record in records}
+    return {seed: 100 * value for seed, value in found.items() if value is not None}
+
+
 def _mean_ratio(pairs: Sequence[tuple[Record, Record]], name: str) -> float | None:
     found = [(one.budget(name), other.budget(name)) for one, other in pairs]
     ratios = [a / b for a, b in found if a is not None and b]
@@ -153,9 +175,20 @@ def shown(evidence: Evidence, tuning: Evidence) -> list[Record]:
     return list(found.values())
 
 
-def lengths(records: Iterable[Record], scale: str) -> list[int | None]:
-    """None for the scale's own length, then every other length that has been run, the longest first."""
-    own = Evidence((), SCALES[scale]).steps
-    of_the_scale = [r for r in records if r.scale == scale and not r.own_length]
-    others = {r.config.steps for r in of_the_scale if r.config.steps not in (None, own)}
-    return [None, *sorted((steps for steps in others if steps is not None), reverse=True)]
+def variations(records: Iterable[Record], scale: str) -> list[Variation]:
+    """The scale as it is, then every variation of it that has been run, the longest first."""
+    others = {variation_of(record) for record in records if record.scale == scale} - {OWN}
+    return [OWN, *sorted(others, key=lambda other: (-(other.steps or math.inf), other.lr or 0.0))]
+
+
+def variation_of(record: Record) -> Variation:
+    """What of a run is not as its scale has it, for rows that there are."""
+    row = ROWS.get(record.values["row"])
+    if row is None:
+        return OWN
+    scale, config = SCALES[record.scale], record.config
+    own = plan_run(row, BALANCED, scale, 0, {}).config
+    return Variation(
+        None if record.own_length or config.steps == own.steps else config.steps,
+        None if config.lr == own.lr else config.lr,
+    )

@@ -43,6 +43,7 @@ def _idle(config: TrainConfig) -> set[str]:
         idle.add("bias")
     elif config.bias == 1:
         idle |= {"bias_kind", "bias_mode"}
-    if config.bias_kind != "dominant" or config.bias == 1:
+    # for a long tail the class came later to what is hashed: the first is as it was
+    if config.bias_kind == "weights" or config.bias == 1 or (config.bias_kind == "longtail" and not config.bias_class):
         idle.add("bias_class")
     return idle

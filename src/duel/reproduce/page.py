@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint import atomic
 from ..errors import UserError
 from . import claims, goals, store, tables, theorems
-from .evidence import MEASURES, Evidence, lengths, shown
+from .evidence import MEASURES, Evidence, shown, variation_of, variations
 from .paper import below_previous
-from .plan import DRAWN, GRIDS, SCALES, TUNING
-from .rows import ROWS
+from .plan import DRAWN, GRIDS, OWN, SCALES, TUNING, Variation
 from .store import Record
 from .verdicts import Verdict
 
@@ -29,17 +29,17 @@ with few seeds. The conditions and the evidence are below."""
 WORDS = """## How to read this
 
 Rates in per cent, mean ± standard deviation over seeds (number of seeds). A difference is paired by seed, and clear when
-its mean is more than twice its standard error from zero. At scale `short` the seeds that our settings were chosen on are
+zero is outside the 95 % interval of its mean (Student's t). At scale `short` the seeds that our settings were chosen on are
 in the table of the tuning, and nowhere else. The paper's figures are for its own recipe (scale `paper`) and CIFAR-10;
 its Top-k does not say where neighbours come from.
 
 | word | meaning |
 | --- | --- |
 | ×27 | the bias: one class is 27 times as frequent as any other |
-| draw, subset | every item is drawn i.i.d., so that rare classes keep bringing new images (where nothing else is said); a fixed subset, with few images of rare classes for good |
+| draw, subset | every item is drawn i.i.d., so that rare classes keep bringing new images (where nothing else is said; ×1 goes through all images, epoch by epoch); a fixed subset, with few images of rare classes for good |
 | plain, literal, ours | the method without DUEL; the paper's form (linear score, Algorithm 2); what this package recommends |
 | stream-first, memory-first | batches come from the stream and the memory gives negatives; batches are drawn from the memory |
-| gap recovered | (row - plain) / (plain on balanced data - plain), with a 95 % bootstrap interval over seeds where it is bounded; "no clear gap" where what the plain row lost is not clear of zero |
+| gap recovered | (row - plain) / (plain on balanced data - plain), with a 95 % interval over seeds (Fieller 1954); "no clear gap" where what the plain row lost is not clear of zero |
 | Top-k | share of test images with an image of their class among the k nearest, from the test or the train set |
 | 5-shot | nearest mean of five labelled images per class, over many draws of them |
 | entropy of memory | of the classes in it, at the end, over the logarithm of their number: 1 is balanced, the stream itself has 0.48 at ×27 |
@@ -51,7 +51,7 @@ its Top-k does not say where neighbours come from.
 | GPU-s | seconds of training over the number of processes that shared the GPU: rough, since it depends on what else ran |"""  # noqa: E501
 
 _TABLES = {
-    "table2": ("probe",),
+    "table2": ("probe", "probe_standardised"),
     "table1": ("top1_test_to_test", "top1_test_to_train", "top10_test_to_test"),
 }
 _LISTS = (
@@ -72,26 +72,33 @@ _PICTURES = {
 
 @dataclass(frozen=True)
 class Section:
-    """The runs of one scale and one length (None: the scale's own), judged."""
+    """The runs of one scale and one variation of it, judged."""
 
     name: str
-    steps: int | None
+    variation: Variation
     evidence: Evidence
     tuning: Evidence
     runs: int
-    """Of this length, shown or not."""
+    """Of this variation, shown or not."""
+    failed: Sequence[Record]
+    """Runs of it whose training failed."""
     blocks: Mapping[str, Mapping[str, Verdict]]
     """Title -> claim -> verdict."""
 
     @property
     def title(self) -> str:
-        return f"`{self.name}`" + ("" if self.steps is None else f", cut to {self.steps:,} steps")
+        return f"`{self.name}`{self.variation.words}"
+
+    @property
+    def own(self) -> bool:
+        """Whether it is the scale as it is."""
+        return self.variation == OWN
 
     def shows(self, *grids: str) -> bool:
-        """Of the scale's own length all that there is to run; of another, what has been run for half of the rows."""
+        """Of the scale as it is all that there is to run; of a variation, what has been run for half of the rows."""
         found = self.tuning if TUNING in grids else self.evidence
         rows = [any(found.runs(row, data) for data in GRIDS[g].data) for g in grids for row in GRIDS[g].rows]
-        return self.steps is None or 2 * sum(rows) >= len(rows)
+        return self.own or 2 * sum(rows) >= len(rows)
 
 
 def write_page(results: Sequence[Path], docs: Path) -> Path:
@@ -100,11 +107,18 @@ def write_page(results: Sequence[Path], docs: Path) -> Path:
     try:
         docs.mkdir(parents=True, exist_ok=True)
         with atomic(path) as partial:
-            text = page(store.load(results).values(), drawn(docs), store.costs(results))
-            partial.write_text(text, encoding="utf-8")
+            partial.write_text(page_of(results, docs), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; give another folder with --docs") from error
     return path
+
+
+def page_of(results: Sequence[Path], docs: Path) -> str:
+    """The page of all that these result folders have, with the figures that `docs` has."""
+    records, failures = (found(results).values() for found in (store.load, store.failures))
+    raw = {scale.data: store.pixels(results, scale.data) for scale in SCALES.values()}
+    pixels = {data: evaluation for data, evaluation in raw.items() if evaluation is not None}
+    return page(records, drawn(docs), store.costs(results), failures, pixels)
 
 
 def drawn(docs: Path) -> list[str]:
@@ -113,37 +127,52 @@ def drawn(docs: Path) -> list[str]:
 
 
 def page(
-    records: Iterable[Record], figures: Collection[str] = (), costs: Mapping[str, store.Cost] | None = None
+    records: Iterable[Record],
+    figures: Collection[str] = (),
+    costs: Mapping[str, store.Cost] | None = None,
+    failures: Iterable[Record] = (),
+    pixels: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> str:
-    """figures: those that have been drawn, to be shown. costs: of rows in the paper's setting, as benchmarked."""
-    found = list(records)
+    """figures: those that have been drawn, to be shown. costs: of rows in the paper's setting, as benchmarked.
+    failures: runs whose training failed. pixels: by data, the evaluation of raw images."""
+    found, failed = list(records), list(failures)
     sections = []
     for name in ("short", "paper", "digits", "smoke"):
         mine = [record for record in found if record.scale == name]
         if mine or name in ("short", "paper"):
-            found_there = costs if name == "paper" else None
-            sections += [_section(name, steps, mine, found_there) for steps in lengths(mine, name)]
-    parts = [HEAD, _summary([section for section in sections if section.steps is None]), WORDS, *_theory(figures)]
+            gone = [record for record in failed if record.scale == name]
+            beside = {"costs": costs if name == "paper" else None, "pixels": (pixels or {}).get(SCALES[name].data)}
+            sections += [_section(name, variation, mine, gone, **beside) for variation in variations(mine, name)]
+    theory = _theory(figures, (pixels or {}).get(SCALES["paper"].data))
+    parts = [HEAD, _summary([section for section in sections if section.own]), WORDS, *theory]
     for section in sections:
         parts += _scale(section, figures)
     return "\n\n".join(parts) + "\n"
 
 
 def _section(
-    name: str, steps: int | None, records: Sequence[Record], costs: Mapping[str, store.Cost] | None
+    name: str,
+    variation: Variation,
+    records: Sequence[Record],
+    failed: Sequence[Record],
+    *,
+    costs: Mapping[str, Any] | None,
+    pixels: Mapping[str, Any] | None,
 ) -> Section:
-    evidence = Evidence(records, SCALES[name], steps, costs=costs)
+    own = variation == OWN
+    evidence = Evidence(records, SCALES[name], variation, costs=costs if own else None, pixels=pixels)
     wanted = {"Claims of the paper": claims.PAPER, "What our form adds": goals.OURS}
-    if name == "short" and steps is None:
+    if name == "short" and own:
         wanted["Our own goals"] = goals.GOALS
-    if name == "paper":
+    if name == "paper" and own:  # the paper's figures are of its own length and learning rate
         wanted["Beside the paper's own figures"] = goals.BESIDE_THE_PAPER
     return Section(
         name,
-        steps,
+        variation,
         evidence,
-        Evidence(records, SCALES[name], steps, tuning=True),
-        sum(steps is None if r.own_length else r.config.steps == evidence.steps for r in records),
+        Evidence(records, SCALES[name], variation, tuning=True),
+        sum(variation_of(record) == variation for record in records),
+        [record for record in failed if variation_of(record) == variation],
         {title: {claim.text: claim.judge(evidence) for claim in block} for title, block in wanted.items()},
     )
 
@@ -160,7 +189,7 @@ def _summary(sections: Sequence[Section]) -> str:
     return tables.markdown(("claim", "theory", *(section.title for section in sections)), lines)
 
 
-def _theory(figures: Collection[str]) -> Iterator[str]:
+def _theory(figures: Collection[str], pixels: Mapping[str, Any] | None) -> Iterator[str]:
     yield "## The paper's theory"
     yield _verdicts(theorems.verdicts())
     for name, words in _PICTURES.items():
@@ -168,18 +197,17 @@ def _theory(figures: Collection[str]) -> Iterator[str]:
             yield _picture(name, words)
     yield "## The paper's own tables"
     lines = [
-        (
-            table,
-            ROWS[f"{row}-literal"].label.split(",")[0],
-            ROWS[other].label,
-            f"×{bias:g}",
-            f"{d:.2f}",
-            f"{theirs:.2f}",
-        )
+        (table, *tables.paper_labels((row, other)).values(), f"×{bias:g}", f"{d:.2f}", f"{theirs:.2f}")
         for table, row, bias, other, d, theirs in below_previous()
     ]
     yield "Its D-rows are above the previous frameworks in all its tables, except:"
     yield tables.markdown(("table", "D-row", "below", "at", "D-row", "the other"), lines)
+    if pixels is not None:
+        yield (
+            "What the images of CIFAR-10 give by themselves, without an encoder, measured as our rows are, and which "
+            "of the paper's figures are not above it (its Top-k does not say where neighbours come from):"
+        )
+        yield tables.below_pixels(pixels)
 
 
 def _scale(section: Section, figures: Collection[str]) -> Iterator[str]:
@@ -198,16 +226,16 @@ def _scale(section: Section, figures: Collection[str]) -> Iterator[str]:
         missing = (
             "" if len(measured) == len(block) else f"Not yet measured: {len(block) - len(measured)} of {len(block)}."
         )
-        if measured or (missing and section.steps is None):
+        if measured or (missing and section.own):
             yield f"### {title}"
         if measured:
             yield _verdicts(measured)
-        if missing and section.steps is None:
+        if missing and section.own:
             yield missing
-    if name == "short" and section.steps is None and "figure3" in figures:
+    if name == "short" and section.own and "figure3" in figures:
         yield _picture("figure3", "Mean intra- and inter-class cosine of test features over training")
     for grid, measures in _TABLES.items():
-        for measure in measures if section.shows(grid) else ():
+        for measure in filter(evidence.has, measures) if section.shows(grid) else ():
             yield f"### {grid}: {MEASURES[measure]}"
             yield tables.by_bias(evidence, grid, measure)
     if section.shows("table2"):
@@ -243,7 +271,12 @@ def _origin(section: Section) -> str:
         f"{', '.join(commits)}"
         + (f"; {rest} more, of settings that no row has any more, are not shown" if rest else "")
         + ". Measured differences of a claim are in points and paired by seed; above zero is as claimed."
+        + (f" In no table, since training failed: {'; '.join(map(_failed, section.failed))}." if section.failed else "")
     )
+
+
+def _failed(record: Record) -> str:
+    return f"{record.values['name']} ({record.failed})"
 
 
 def _picture(name: str, words: str) -> str:

@@ -35,8 +35,30 @@ class Scale:
     more_seeds: tuple[int, ...] = ()
     tuned_on: tuple[int, ...] = ()
 
-    def of_length(self, steps: int) -> Scale:
-        return dataclasses.replace(self, settings={**self.settings, "steps": steps})
+    def varied(self, variation: Variation) -> Scale:
+        return dataclasses.replace(self, settings={**self.settings, **variation.settings})
+
+
+@dataclass(frozen=True)
+class Variation:
+    """What is not as the scale has it; None: as it has it. Such runs have a section of their own."""
+
+    steps: int | None = None
+    lr: float | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @property
+    def words(self) -> str:
+        """To follow the scale's name."""
+        length = "" if self.steps is None else f", cut to {self.steps:,} steps"
+        return length + ("" if self.lr is None else f", learning rate {self.lr:g}")
+
+
+OWN = Variation()
+"""The scale as it is."""
 
 
 SCALES: Mapping[str, Scale] = {
@@ -169,7 +191,7 @@ GRIDS: Mapping[str, Grid] = {
         seeds=_PAIRED,
     ),
     "rivals": Grid(
-        "other memories and losses at equal budget",
+        "other memories and losses, for as many steps as ours or (longer) as many images",
         (
             *_each("{}", "d-{}-ours", "{}-memory-fifo", "{}-memory-reservoir", "{}-memory-minred", "{}-temperature"),
             "simclr-debiased",
@@ -228,13 +250,13 @@ def runs_of(
     seeds: Sequence[int] | None = None,
     rows: Sequence[str] = (),
     biases: Sequence[float] = (),
-    steps: int | None = None,
+    variation: Variation = OWN,
     free: Mapping[str, Any] | None = None,
 ) -> list[Planned]:
     """The runs of grids (or "all"), seed by seed, what matters most first, so that a plan cut short is worth most.
 
-    seeds: the scale's, if none are given. rows, biases: only these. steps: another length than the scale's. free:
-    settings of the machine (root, device, ...), for every run.
+    seeds: the scale's, if none are given. rows, biases: only these. free: settings of the machine (root, device, ...),
+    for every run.
     """
     if scale not in SCALES:
         raise UserError(suggest("scale", scale, SCALES))
@@ -242,7 +264,7 @@ def runs_of(
     for row in rows:
         if row not in ROWS:
             raise UserError(suggest("row", row, ROWS))
-    size = SCALES[scale] if steps is None else SCALES[scale].of_length(steps)
+    size = SCALES[scale].varied(variation)
     chosen: dict[str, Planned] = {}
     for seed in (*size.seeds, *size.more_seeds, *size.tuned_on) if seeds is None else seeds:
         for name in grids:

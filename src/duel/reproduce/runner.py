@@ -26,7 +26,7 @@ from . import store
 from .command import WORK
 from .estimate import plan_lines
 from .execute import Job, Outcome, execute, prepare_worker
-from .plan import Planned, runs_of, set_aside
+from .plan import Planned, Variation, runs_of, set_aside
 from .sharing import SharedClock
 
 #: Seconds after the time is up at which a process that has not answered is killed.
@@ -57,6 +57,7 @@ def reproduce(
     rows: Sequence[str] = (),
     biases: Sequence[float] = (),
     steps: int | None = None,
+    lr: float | None = None,
     minutes: float | None = None,
     jobs: int = 1,
     root: str = "data",
@@ -72,11 +73,11 @@ def reproduce(
 ) -> Done:
     """Run what is missing of one grid or several ("table2", ..., "all"; `duel.reproduce.plan.GRIDS`) at a scale.
 
-    seeds, rows, biases: only these. steps: another length than the scale's. minutes: stop after so long, saving the
-    runs under way; of several processes those that do not answer are killed some time later. jobs: processes that share
-    the device. out: results go to out/runs; finished runs are looked for there and in `finished_in`. work: where runs
-    live until they are finished (`keep`: and after). commit: where there is no git to ask. machine: further settings of
-    every run that do not decide its result (graph, compile, ...).
+    seeds, rows, biases: only these. steps, lr: another length or learning rate than the scale's. minutes: stop after so
+    long, saving the runs under way; of several processes those that do not answer are killed some time later. jobs:
+    processes that share the device. out: results go to out/runs; finished runs are looked for there and in
+    `finished_in`. work: where runs live until they are finished (`keep`: and after). commit: where there is no git to
+    ask. machine: further settings of every run that do not decide its result (graph, compile, ...).
 
     Prints the plan first. Where stdout is not a terminal, it has one JSON object for each run that ended.
     """
@@ -89,7 +90,7 @@ def reproduce(
     decisive = set(free) & set(TrainConfig().identity())
     if decisive:
         raise UserError(f"machine may only have settings that do not decide the result, got {', '.join(decisive)}")
-    plan = runs_of(what, scale, seeds=seeds, rows=rows, biases=biases, steps=steps, free=free)
+    plan = runs_of(what, scale, seeds=seeds, rows=rows, biases=biases, variation=Variation(steps, lr), free=free)
     folders = list(dict.fromkeys([*(Path(folder) for folder in finished_in), Path(out)]))
     ended = store.load_all(folders)
     todo = [planned for planned in plan if planned.hash not in ended]

@@ -2,6 +2,7 @@
 
 RESULTS/runs/<name>-<hash>.json    a finished run, or one whose training diverged
 RESULTS/errors/<name>-<hash>.json  the last accident of a run, which the next call tries again
+RESULTS/pixels-<data>.json         what the images give without an encoder
 RESULTS/bench-step-*.json          what `duel bench step` wrote: what rows cost, and how long steps take
 """
 
@@ -20,12 +21,16 @@ from typing import Any, NamedTuple
 from ..checkpoint import atomic
 from ..config import TrainConfig
 from ..errors import UserError
+from ..evaluation.report import has_fitted
 from .fingerprint import fingerprint
 from .rows import ROWS
 
 SCHEMA = 1
 RUNS, ERRORS = "runs", "errors"
+#: What files without `share` have by another definition (results/README.md).
+LATER_DEFINED = ("gpu_seconds", "peak_gpu_memory_mb")
 STEPS = "bench-step-*.json"
+PIXELS = "pixels-{}.json"
 #: Rows whose cost `duel bench step` measures in the paper's setting, and their names there.
 MEASURED = {"d-moco-literal": "D-MoCo 2,048, resnet50", "d-simclr-literal": "D-SimCLR 512, literal, resnet50"}
 
@@ -68,13 +73,22 @@ class Record:
         row = ROWS.get(self.values["row"])
         return row is not None and row.as_many_as is not None
 
+    @property
+    def fitted(self) -> bool:
+        """Whether its linear probe says something of the features."""
+        return has_fitted(self.values["evaluation"])
+
     def measure(self, name: str) -> float | None:
         """A figure of the evaluation (probe, top1_test_to_train, ...)."""
         value = self.values["evaluation"].get(name)
         return None if value is None else float(value)
 
     def budget(self, name: str) -> float | None:
-        value = self.values["budget"].get(name)
+        """None also where an older file has it by another definition."""
+        budget = self.values["budget"]
+        if name in LATER_DEFINED and "share" not in budget:
+            return None
+        value = budget.get(name)
         return None if value is None else float(value)
 
     def over_time(self, name: str) -> tuple[list[float], list[float]]:
@@ -121,6 +135,16 @@ def costs(folders: Iterable[Path]) -> dict[str, Cost]:
     return found
 
 
+def pixels(folders: Iterable[Path], data: str) -> Mapping[str, Any] | None:
+    """The evaluation of raw images, if some folder has one; the last wins."""
+    found: Mapping[str, Any] | None = None
+    for path in (folder / PIXELS.format(data) for folder in folders):
+        if path.exists():
+            with _readable(path, "an evaluation of raw images"):
+                found = dict(json.loads(path.read_text(encoding="utf-8"))["evaluation"])
+    return found
+
+
 def steps(folders: Iterable[Path]) -> list[Record]:
     """The steps that were benchmarked on made-up images, as runs of one step on CIFAR-10, whose shape these have."""
     found = []
@@ -162,9 +186,9 @@ def read(path: Path) -> Record:
 
 
 def write(folder: Path, name: str, values: Mapping[str, Any]) -> Path:
-    """One line for each part, so that files stay small and differences readable. NaN becomes null."""
+    """A finished run. NaN becomes null."""
     path = folder / RUNS / f"{name}.json"
-    _write(path, {"schema": SCHEMA, "name": name, **values})
+    write_whole(path, {"schema": SCHEMA, "name": name, **values})
     (folder / ERRORS / path.name).unlink(missing_ok=True)
     return path
 
@@ -181,7 +205,7 @@ def write_failure(folder: Path, name: str, config: TrainConfig, error: BaseExcep
         "trace": lines[-4000:],
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    _write(path, values)
+    write_whole(path, values)
     return path
 
 
@@ -198,7 +222,8 @@ def _short(value: float | None) -> float | None:
     return int(value) if value == int(value) else float(f"{value:.6g}")
 
 
-def _write(path: Path, values: Mapping[str, Any]) -> None:
+def write_whole(path: Path, values: Mapping[str, Any]) -> None:
+    """One line for each part, so that files stay small and differences readable; the whole file or none."""
     parts = [f"{json.dumps(k)}: {json.dumps(_finite(v), ensure_ascii=False)}" for k, v in values.items()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from .evidence import BALANCED, WORST, Evidence
-from .paper import RESOURCES, figure, score_figure
+from ..evaluation.report import has_fitted
+from .evidence import BALANCED, MEASURES, WORST, Evidence
+from .paper import BIASES, RESOURCES, TABLES, figure, score_figure
 from .paper import SCORES as PAPER_SCORES
 from .plan import DRAWN, GRIDS, Data
 from .rows import ROWS
@@ -15,6 +17,12 @@ from .verdicts import share
 NOT_RUN = "not run"
 NONE = "–"
 _PAPER_TABLE = {"probe": "probe", "top1_test_to_test": "top1", "top10_test_to_test": "top10"}
+_NEIGHBOURS = {"top1_test_to_train": "top1", "top10_test_to_train": "top10"}
+"""The paper does not say where its neighbours come from."""
+UNFIT = (
+    "†: the probe has not fitted. It is right about its own training images less often than k-NN about test images and "
+    "says nothing of the features; no claim is judged by it."
+)
 _FEW = 4
 
 
@@ -26,16 +34,48 @@ def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 def by_bias(evidence: Evidence, grid: str, measure: str) -> str:
     """A row a method, a column a bias, the paper's figure beside, and the budget."""
     heads = ["row", *(words(data) for data in DRAWN), "steps", "images encoded", "GPU-s"]
-    lines = []
+    lines = _pixels(evidence, measure)
     for name in GRIDS[grid].rows:
         cells = []
         for data in DRAWN:
             table = _PAPER_TABLE.get(measure)
             theirs = figure(table, ROWS[name].paper, data.bias) if table else None
             known = "" if theirs is None or evidence.scale.data != "cifar10" else f"; paper {theirs:.2f}"
-            cells.append(_mean(evidence.summary(name, data, measure)) + known)
+            unfit = " †" * (measure == "probe" and not evidence.fitted(name, data))
+            cells.append(_mean(evidence.summary(name, data, measure)) + unfit + known)
         lines.append((ROWS[name].label, *cells, *_budget(evidence, name, DRAWN)))
-    return markdown(heads, lines)
+    table = markdown(heads, lines)
+    return f"{table}\n\n{UNFIT}" if any(" †" in cell for line in lines for cell in line) else table
+
+
+def _pixels(evidence: Evidence, measure: str) -> list[tuple[str, ...]]:
+    """A line for what the images give without an encoder, where that has been measured. No bias reaches it."""
+    if evidence.pixels is None or measure not in evidence.pixels:
+        return []
+    unfit = " †" * (measure == "probe" and not has_fitted(evidence.pixels))
+    cells = [f"{100 * evidence.pixels[measure]:.2f}{unfit}"] * len(DRAWN)
+    return [("raw pixels, no encoder", *cells, NONE, NONE, NONE)]
+
+
+def below_pixels(pixels: Mapping[str, Any]) -> str:
+    """Which of the paper's own figures are not above what raw images give."""
+    lines = []
+    for measure, table in (_PAPER_TABLE | _NEIGHBOURS).items():
+        if measure in pixels:
+            floor, figures = 100 * pixels[measure], TABLES[table]
+            below = {
+                label: [f"×{bias:g}" for bias, value in zip(BIASES, figures[row], strict=True) if value <= floor]
+                for row, label in paper_labels(figures).items()
+            }
+            count, of = sum(map(len, below.values())), len(BIASES) * len(figures)
+            which = "; ".join(f"{label} {', '.join(at)}" for label, at in below.items() if at)
+            lines.append((MEASURES[measure], f"{floor:.2f}", f"{count} of {of}", which or NONE))
+    return markdown(("measure", "raw pixels", "not above", "which"), lines)
+
+
+def paper_labels(rows: Iterable[str]) -> dict[str, str]:
+    """Row of the paper's tables -> what it is called."""
+    return {row: ROWS[f"{row}-literal" if row.startswith("d-") else row].label.split(",")[0] for row in rows}
 
 
 def gaps(evidence: Evidence) -> str:
@@ -61,7 +101,7 @@ def resources(evidence: Evidence) -> str:
         lines.append(
             (
                 ROWS[name].label,
-                NOT_RUN if steps is None else "CPU" if seconds is None else f"{1000 * seconds / steps:.1f}",
+                NOT_RUN if steps is None else NONE if seconds is None else f"{1000 * seconds / steps:.1f}",
                 NONE if memory is None else f"{memory:,.0f}",
                 NONE if images is None or steps is None else f"{images / steps:.0f}",
                 NONE if paper is None else f"{paper[0]:.1f}",
@@ -102,7 +142,7 @@ def listing(evidence: Evidence, grids: Sequence[str], scale: str) -> str:
         )
     asked = [pair for pair in pairs.values() if pair in wanted]
     missing = [pair for pair in asked if pair not in run]
-    notes = (_not_run(missing, len(asked), grids, scale), _nothing_to_select(evidence, run))
+    notes = (_not_run(missing, len(asked), grids, scale), _slot_each(evidence, run), _in_doubt(evidence, run))
     return "\n\n".join([markdown(heads, lines), *(note for note in notes if note)])
 
 
@@ -133,14 +173,26 @@ def _not_run(missing: Sequence[tuple[str, Data]], of: int, grids: Sequence[str],
     return "Not run: " + "; ".join(f"{ROWS[row].label} {words(data)}" for row, data in missing) + "." if missing else ""
 
 
-def _nothing_to_select(evidence: Evidence, run: Sequence[tuple[str, Data]]) -> str:
+def _in_doubt(evidence: Evidence, run: Sequence[tuple[str, Data]]) -> str:
+    """Which of these rows had a memory whose choices were not proved to be its policy's."""
+    found = []
+    for name, data in run:
+        ends = evidence.last(name, data, "memory_in_doubt")
+        steps = evidence.budget(name, data, "steps")
+        if steps and any(ends.values()):
+            share = 100 * sum(ends.values()) / len(ends) / steps
+            found.append(f"{ROWS[name].label} {words(data)} {share:.0f} %")
+    return f"Updates in which another slot might have been the one to leave: {'; '.join(found)}." if found else ""
+
+
+def _slot_each(evidence: Evidence, run: Sequence[tuple[str, Data]]) -> str:
     """Which of these rows had a memory with a slot for each image."""
     found = []
     for name, data in run:
         config, images = evidence.runs(name, data)[0].config, evidence.images(name, data)
         if config.source == "memory" and images is not None and config.memory_size >= images:
             found.append(f"{ROWS[name].label} {words(data)} ({images:,} images)")
-    return f"A slot for every image, so that nothing is selected: {'; '.join(found)}." if found else ""
+    return f"As many slots as images: {'; '.join(found)}." if found else ""
 
 
 def course(evidence: Evidence, grid: str) -> str:

@@ -114,8 +114,11 @@ def conclude(
     if missing:
         note += f" (not yet measured: {_listed(missing)})"
     seeds = [value.n for value in measured.values()]
+    alone = [when for when, value in measured.items() if value.n == 1]
     if max(seeds) == 1:
         note += "; one seed only"
+    elif alone:
+        note += f"; one seed only: {_listed(alone)}"
     elif min(seeds) < enough:
         note += f"; fewer than {enough} seeds"
     evidence = "; ".join(f"{when} {show(value)}" for when, value in measured.items())
