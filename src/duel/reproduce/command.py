@@ -10,8 +10,9 @@ from ..errors import UserError, suggest
 from .plan import GRIDS, SCALES
 
 FIGURES = ("figure1", "figure-mcp", "figure3", "scores")
+DRAWINGS = "figures"
 WORK = "runs/reproduce"
-WHAT = ("all", *(name for name in GRIDS if name not in FIGURES), "pixels", *FIGURES, "page")
+WHAT = ("all", *(name for name in GRIDS if name not in FIGURES), "pixels", *FIGURES, DRAWINGS, "page")
 
 
 def defaults(scale: str) -> tuple[str, str]:
@@ -82,8 +83,10 @@ def produce(
 
         path = measure_pixels(scale, Path(results), root=os.path.expanduser(root), download=download, device=device)
         print(f"written: {path}")
-    figures = FIGURES if "all" in what else tuple(name for name in FIGURES if name in what)
-    for path in _documents(figures, bool(grids) or "page" in what or "pixels" in what, results, documents, scale):
+    figures = FIGURES if {"all", DRAWINGS} & set(what) else tuple(name for name in FIGURES if name in what)
+    for path in _documents(
+        figures, bool(grids) or bool({"page", "pixels", DRAWINGS} & set(what)), results, documents, scale
+    ):
         print(f"written: {path}")
     return status
 

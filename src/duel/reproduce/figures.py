@@ -160,7 +160,7 @@ def _figure3(plt: Any, records: Sequence[Record], scale: str) -> Any:
         panel.set_title(f"×{data.bias:g}", fontsize=9)
         panel.set_xlabel("step")
     panels[0].set_ylabel("mean cosine (solid: intra-class,\ndotted: inter-class)")
-    panels[-1].legend(fontsize=7)
+    figure.legend(*panels[-1].get_legend_handles_labels(), fontsize=8, ncols=len(grid.rows), loc="outside upper center")
     return figure
 
 

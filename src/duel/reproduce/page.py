@@ -94,6 +94,13 @@ class Section:
         """Whether it is the scale as it is."""
         return self.variation == OWN
 
+    @property
+    def nothing_learned(self) -> bool:
+        """A variation, say one that is too short, in which no run has got above the raw images."""
+        measure, pixels = "top1_test_to_train", self.evidence.pixels
+        found = [record.measure(measure) or 0.0 for record in shown(self.evidence, self.tuning)]
+        return not self.own and pixels is not None and max(found, default=1.0) <= pixels[measure]
+
     def shows(self, *grids: str) -> bool:
         """Of the scale as it is all that there is to run; of a variation, what has been run for half of the rows."""
         found = self.tuning if TUNING in grids else self.evidence
@@ -221,7 +228,9 @@ def _scale(section: Section, figures: Collection[str]) -> Iterator[str]:
             yield _verdicts(known)
         return
     yield _origin(section) + (f" No memory has more than {scale.largest_memory} slots." if scale.largest_memory else "")
-    for title, block in section.blocks.items():
+    if section.nothing_learned:
+        yield "No row is above what raw pixels give in Top-1, test to train, so that no claim is judged."
+    for title, block in section.blocks.items() if not section.nothing_learned else ():
         measured = {text: verdict for text, verdict in block.items() if verdict.measured}
         missing = (
             "" if len(measured) == len(block) else f"Not yet measured: {len(block) - len(measured)} of {len(block)}."
