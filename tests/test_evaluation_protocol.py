@@ -207,6 +207,14 @@ def test_tables_show_per_cent(result):
     assert "blob 3" in text
 
 
+def test_a_test_set_of_one_class_has_no_geometry_of_classes():
+    train, test = Blobs(40, 0), Blobs(8, 1)
+    test.labels = torch.zeros(8, dtype=torch.int64)
+    found = evaluate(Encoder(), train, test, settings=QUICK, **STATS)
+    assert found["etf_distance"] is found["inter_class_cosine"] is None
+    assert isinstance(found["intra_class_cosine"], float)
+
+
 def test_a_probe_that_has_not_fitted_is_said(result):
     def caption(**changes):
         return table(result | changes).caption or ""

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -276,6 +277,52 @@ def test_output_directory_is_not_shared_by_two_runs() -> None:
     assert [p.name for p in checkpoint.checkpoints(Path("run") / runs.CHECKPOINTS)] == ["step-000000003.pt"]
     with pytest.raises(UserError, match=r"^--resume and --overwrite were both given"):
         go(small(steps=3), overwrite=True, resume=True)
+
+
+def test_a_run_is_not_deleted_for_one_that_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    go(small(steps=2))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="wandb is not installed"):
+        go(small(steps=2, wandb="mine"), overwrite=True)
+    monkeypatch.setattr(TrainConfig, "as_dict", lambda self: {"out": object()})
+    with pytest.raises(UserError, match="cannot be written as JSON"):
+        go(small(steps=2), overwrite=True)
+    assert len(checkpoint.checkpoints(Path("run") / runs.CHECKPOINTS)) == 1
+
+
+def test_paths_may_be_paths() -> None:
+    result = go(small(steps=2, out=Path("here"), root=Path("data")))
+    assert (result.run_dir, runs.load_config(Path("here")).out) == (Path("here"), "here")
+
+
+def one_class(count: int, classes: int) -> str:
+    """A file of images, all but one of class 0."""
+    images = np.random.default_rng(0).integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
+    labels = np.zeros(count, dtype=np.int64)
+    labels[0] = classes - 1
+    np.savez("one.npz", images=images, labels=labels)
+    return "one.npz"
+
+
+@pytest.mark.parametrize("classes", [1, 2])
+def test_data_that_cannot_be_measured_on_are_trained_on(classes: int) -> None:
+    result = go(small("d-simclr", data=one_class(60, classes), bias=1.0, knn_every=2, steps=4))
+    assert result.finished
+    assert result.labelled == (classes > 1)
+    assert all(math.isfinite(value) for value in result.metrics.values() if not math.isnan(value))
+    assert checkpoint.checkpoints(Path("run") / runs.CHECKPOINTS)
+
+
+def test_a_measurement_that_fails_costs_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **given: Any) -> dict[str, float]:
+        raise UserError("too few images")
+
+    monkeypatch.setattr("duel.evaluation.online_measures", fails)
+    console = quiet()
+    result = go(small(knn_every=2), console=console)
+    assert result.finished
+    assert console.file.getvalue().count("warning: no k-NN while training: too few images") == 1  # type: ignore[attr-defined]
+    assert "knn" not in result.metrics
 
 
 def test_foreign_files_are_never_touched() -> None:

@@ -6,6 +6,7 @@ Importing this module must stay cheap (no torch): ``duel --help`` is built from 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -206,6 +207,9 @@ class TrainConfig:
     """Also log to this Weights & Biases project (needs wandb)."""
 
     def __post_init__(self) -> None:
+        for name in ("data", "root", "out"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
         check(self)
 
     # What the fields imply ---------------------------------------------------------------------------------

@@ -59,7 +59,9 @@ class Inputs:
             if config.bias_mode == "subset":
                 ids, weights = subset_ids(train.labels, weights, seed=config.seed), None
         stats = statistics(train)
-        held = load_split(config, "test") if test and train.labels is not None else None
+        held = load_split(config, "test") if test and _tells_classes(train) else None
+        if held is not None and len(held) < 2:
+            held = None  # nothing to measure
         return cls(_to(train, device), held and _to(held, device), stats, ids, weights)
 
     @property
@@ -75,7 +77,8 @@ class Inputs:
 
     @property
     def labelled(self) -> bool:
-        return self.train.labels is not None
+        """Whether there are classes to tell apart."""
+        return _tells_classes(self.train)
 
     def steps(self, config: TrainConfig) -> int:
         """Length of training in steps; in an epoch the stream brings as many items as there are, also where they are
@@ -132,6 +135,10 @@ def keep_sources() -> Iterator[None]:
         yield
     finally:
         _kept = before
+
+
+def _tells_classes(source: Source) -> bool:
+    return source.labels is not None and len(source.classes) > 1
 
 
 def load_split(config: TrainConfig, split: str) -> Source:

@@ -35,6 +35,8 @@ EVENED = 0.1
 ALIKE = 0.5
 #: provided that the score of two at right angles is no more than this.
 RIGHT_ANGLE = 0.1
+#: Less than this share of the slots with an item of their own is worth a warning.
+COPIES = 0.25
 #: The score that evened out the classes of CIFAR-10.
 SHARP = scores.exponential(0.05)
 
@@ -121,6 +123,7 @@ class Instruments:
             "stale": self._stale(found),
             "concentrated": self._concentrated(found, judged),
             "alike": self._alike(found) if judged else "",
+            "copies": self._copies(found) if judged else "",
         }
         new = {kind: message for kind, message in said.items() if message and kind not in self._warned}
         self._warned.update(new)
@@ -179,6 +182,16 @@ class Instruments:
         return (
             f"its --score ({policy.score.name}) is sharp enough; try {space}a larger --memory-size or --refresh, or do "
             "without --memory-negatives"
+        )
+
+    def _copies(self, found: dict[str, float]) -> str:
+        distinct, size = found["memory_distinct"], self.memory.size
+        if not isinstance(self.memory.policy, Duel | MinRed) or distinct >= COPIES:
+            return ""
+        return (
+            f"the memory's {size} slots hold only {distinct * size:.0f} different items, some of them often: those "
+            "that look unlike all others come again and again. Give it fewer slots (--memory-size), or look whether "
+            "the encoder learns at all"
         )
 
     def _alike(self, found: dict[str, float]) -> str:

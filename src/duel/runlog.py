@@ -189,20 +189,38 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
         return [{k: float(v) for k, v in row.items() if k and v} for row in csv.DictReader(file)]
 
 
-def _tensorboard(folder: Path, start: int) -> Any:
+def check_loggers(*, tensorboard: bool, wandb: str | None) -> None:
+    """Raise if something that is asked for is not installed; before a run begins, or an earlier one is deleted."""
+    if tensorboard:
+        _summary_writer()
+    if wandb:
+        _wandb_module(wandb)
+
+
+def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise UserError(
             "tensorboard is not installed; install duel-ssl[train], or train with --no-tensorboard"
         ) from error
+    return SummaryWriter
+
+
+def _tensorboard(folder: Path, start: int) -> Any:
     # what an interrupted run wrote after its last checkpoint is written again
-    return SummaryWriter(folder, purge_step=start + 1 if start else None)  # type: ignore[no-untyped-call]
+    return _summary_writer()(folder, purge_step=start + 1 if start else None)
 
 
-def _wandb(project: str, out: Path, config: Mapping[str, Any]) -> Any:
+def _wandb_module(project: str) -> Any:
     try:
         import wandb
     except ImportError as error:
         raise UserError(f"wandb {project!r} was asked for, but wandb is not installed; pip install wandb") from error
-    return wandb.init(project=project, name=out.name, dir=str(out), config=dict(config), resume="allow", id=out.name)
+    return wandb
+
+
+def _wandb(project: str, out: Path, config: Mapping[str, Any]) -> Any:
+    return _wandb_module(project).init(
+        project=project, name=out.name, dir=str(out), config=dict(config), resume="allow", id=out.name
+    )

@@ -65,11 +65,16 @@ def check_out(config: TrainConfig, *, resume: bool = False, overwrite: bool = Fa
 
 def prepare(out: Path, config: TrainConfig, *, overwrite: bool) -> None:
     """Make the directory (emptied of an earlier run if `overwrite`) and write the config into it."""
+    values = config.as_dict()
+    try:
+        json.dumps(values)
+    except TypeError as error:
+        raise UserError(f"the config cannot be written as JSON: {error}") from error
     try:
         if overwrite:
             _clear(out)
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / CONFIG, config.as_dict())
+        write_json(out / CONFIG, values)
     except OSError as error:
         raise UserError(f"cannot write to out {out}: {error.strerror or error}; give another with --out") from error
 

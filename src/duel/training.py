@@ -19,7 +19,7 @@ from .config import TrainConfig
 from .errors import UserError
 from .inputs import Inputs
 from .machine import PeakMemory, build_fabric
-from .runlog import RunLog
+from .runlog import RunLog, check_loggers
 from .signals import StopRequest
 from .step import TrainingStep
 from .upkeep import slots_for
@@ -87,6 +87,7 @@ def train(
     if meta.get("finished") and step.done == step.steps:
         console.print(f"{out} is finished ({step.done} steps): nothing to be done", soft_wrap=True, markup=False)
         return RunResult(out, step.done, True, meta["metrics"], spent[0], "", inputs.labelled, spent[1])
+    check_loggers(tensorboard=config.tensorboard, wandb=config.wandb)
     runs.prepare(out, config, overwrite=overwrite)
     inputs.save_subset(out)
     loop = _Loop(config, step, inputs, out, spent, clock)
@@ -164,7 +165,7 @@ class _Loop:
         self.before, self.filling_seconds, self.clock = spent[:2], spent[2], clock
         self._begin()
         self.metrics: dict[str, float] = {}
-        self._mentioned = False
+        self._mentioned = self._unmeasurable = False
         self.instruments = inputs.instruments(config, step.memory)
         self.saved_at = step.done if checkpoint.checkpoints(self.folder) else -1
 
@@ -236,8 +237,8 @@ class _Loop:
         config, slots = self.config, slots_for(self.config, self.inputs)
         if slots < config.memory_size:
             log.say(
-                f"the memory gets {slots:,} slots, as many as there are images, not {config.memory_size:,}; "
-                "to make it drop duplicates give it fewer (--memory-size)"
+                f"the memory gets {slots:,} slots, as many as there are images, not {config.memory_size:,}, and holds "
+                "those that look unlike others more than once; to make it drop duplicates give it fewer (--memory-size)"
             )
         size = slots * math.prod(self.inputs.train.shape)
         if config.memory_holds_images and config.memory_images == "device" and size > LARGE_MEMORY:
@@ -287,22 +288,28 @@ class _Loop:
                 log.say(f"warning: {message}")
         every = self.config.knn_every
         if self.inputs.test is not None and every and (step.done % every < self.config.log_every or last):
-            self.metrics |= self._measure()
+            self.metrics |= self._measure(log)
         log.log(step.done, self.metrics, {} if step.memory is None else {"memory_ages": step.memory.age})
         self._tick = (time.monotonic(), step.done)
 
-    def _measure(self) -> dict[str, float]:
-        """A quick look at the features of test images, by the names in ONLINE."""
+    def _measure(self, log: RunLog) -> dict[str, float]:
+        """A quick look at the features of test images, by the names in ONLINE. That it fails costs no weights."""
         from .evaluation import online_measures
 
-        if self.inputs.test is None:
+        if self.inputs.test is None or self._unmeasurable:
             return {}
         mean, std = self.inputs.stats
         encoder = self.step.method.encoder
-        with torch.random.fork_rng(enabled=True):  # measuring must not change what is trained
-            return online_measures(
-                encoder, self.inputs.train, self.inputs.test, mean=mean, std=std, device=self.step.device
-            )
+        try:
+            with torch.random.fork_rng(enabled=True):  # measuring must not change what is trained
+                found = online_measures(
+                    encoder, self.inputs.train, self.inputs.test, mean=mean, std=std, device=self.step.device
+                )
+        except UserError as error:
+            log.say(f"warning: no k-NN while training: {error}")
+            self._unmeasurable = True
+            return {}
+        return {name: value for name, value in found.items() if math.isfinite(value)}
 
     def _save(self, log: RunLog, *, must: bool) -> None:
         """Write a checkpoint, but never one that is not good. `must`: nothing comes after it."""

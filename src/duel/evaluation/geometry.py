@@ -31,8 +31,10 @@ def class_cosines(features: Tensor, labels: Tensor) -> tuple[float, float]:
     unit = unit_rows(features.double())
     sums, counts = class_sums(unit, labels.to(unit.device), int(labels.max()) + 1)
     within = sums.square().sum()
-    intra = (within - unit.square().sum()) / (counts * (counts - 1)).sum()
-    inter = (sums.sum(0).square().sum() - within) / (counts.sum().square() - counts.square().sum())
+    alike, unlike = (counts * (counts - 1)).sum(), counts.sum().square() - counts.square().sum()
+    # rounding may leave something to be divided by no pairs, which is not infinite
+    intra = torch.where(alike > 0, (within - unit.square().sum()) / alike, torch.nan)
+    inter = torch.where(unlike > 0, (sums.sum(0).square().sum() - within) / unlike, torch.nan)
     return float(intra), float(inter)
 
 

@@ -166,6 +166,7 @@ def _measures(
         if shots
         else None
     )  # fmt: skip
+    means = class_means(test_x, test_y)  # of those that have test images
     # NaN where there is no such pair of images, which JSON has no word for
     intra, inter = (None if math.isnan(cosine) else cosine for cosine in class_cosines(test_x, test_y))
     return {
@@ -179,7 +180,7 @@ def _measures(
         "probe_diverged": probe["diverged"],
         "intra_class_cosine": intra,
         "inter_class_cosine": inter,
-        "etf_distance": etf_distance(class_means(test_x, test_y)),
+        "etf_distance": etf_distance(means) if len(means) > 1 else None,
         "effective_rank": effective_rank(test_x),
         "used": {"k": k, "shots": shots},
     }
