@@ -111,6 +111,26 @@ def test_a_bank_goes_on_where_it_was_saved():
     assert torch.equal(whole.memory_bank(batch)[1], resumed.memory_bank(batch)[1])
 
 
+def test_a_bank_that_is_not_full_has_the_same_negatives_when_loaded():
+    saved, fresh, full, older = (pair_of_losses()[1] for _ in range(4))
+    for seed in range(K // B):
+        full.memory_bank(rows(seed=seed), update=True)
+    whole, kept = full.state_dict(), older.memory_bank.bank.clone()
+    assert whole["memory_bank.bank"].untyped_storage().nbytes() == 0  # nothing to save of rows that are gone
+    saved.memory_bank(rows(), update=True)
+    state = saved.state_dict()
+    older.load_state_dict({key: value for key, value in state.items() if key != "memory_bank.bank"})
+    want = saved.memory_bank(rows())[1]
+    for other in (fresh, full):
+        other.load_state_dict(state)
+        assert torch.equal(other.memory_bank(rows())[1], want)
+    assert torch.equal(older.memory_bank(rows())[1], torch.cat([want[:, :B], kept[B:].T], 1))
+    fresh.load_state_dict(whole)
+    assert torch.equal(fresh.memory_bank(rows())[1].T, whole["memory_bank.memory._embeddings"])
+    with pytest.raises(UserError, match="another memory"):
+        DuelMemoryBank((K + 1, D), "fifo").load_state_dict(saved.memory_bank.state_dict())
+
+
 def test_embeddings_of_all_processes_are_taken_in(monkeypatch):
     module = importlib.import_module("duel.integrations.lightly")
     monkeypatch.setattr(module.dist, "world_size", lambda: 2)

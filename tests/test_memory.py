@@ -280,6 +280,12 @@ BAD = {
     "extra": ({"label": torch.zeros(3)}, "got .*label"),
     "shape": ({"image": torch.zeros(3, 3, 4, 4, dtype=torch.uint8)}, "image must be"),
     "dtype": ({"id": torch.zeros(3)}, "id must be torch.int64"),
+    "list": ({"id": [1, 2, 3]}, r"id must be a tensor, torch.int64 \(3,\), got a list"),
+    "array": (
+        {"image": torch.zeros(3, 3, 2, 2, dtype=torch.uint8).numpy()},
+        "image must be a tensor, .* got a ndarray",
+    ),
+    "lists": ({"embeddings": good.tolist()}, r"embeddings must be a tensor of shape \(n, 8\), got a list"),
     "device": ({"embeddings": good.to("meta")}, "is on meta, the memory on cpu"),
 }
 
@@ -319,6 +325,33 @@ def test_bad_construction_and_refresh():
             memory.refresh(torch.tensor(slots), isotropic(2, 8, 1))
     with pytest.raises(UserError, match="keeps no 'label'"):
         memory["label"]
+
+
+def test_what_is_no_tensor_is_named():
+    memory = WorkingMemory(4, 8, "fifo", {"id": ((), torch.int64)}, policy_dim=3, normalize=True)
+    given = {"policy_embeddings": isotropic(3, 3, 0), "id": torch.arange(3)}
+    memory.update(isotropic(3, 8, 0), **given)
+    rows, slots = isotropic(2, 8, 1), torch.arange(2)
+    for call, message in [
+        (lambda: memory.update(good.tolist(), **given), r"embeddings must be a tensor of shape \(n, 8\), got a list"),
+        (lambda: memory.update(good.long(), **given), "embeddings must be floating point, got torch.int64"),
+        (
+            lambda: memory.update(good, **{**given, "policy_embeddings": [[1.0, 0.0, 0.0]] * 3}),
+            r"policy_embeddings must be a tensor of shape \(n, 3\), got a list",
+        ),
+        (lambda: memory.refresh([0, 1], rows), r"slots must be a tensor, int64 \(n,\), got a list"),
+        (lambda: memory.refresh(slots, rows.tolist()), r"embeddings must be a tensor, \(n, 8\), got a list"),
+        (lambda: memory.fetch("id", [1]), r"slots must be a tensor, int64 \(n,\), got a list"),
+        (lambda: memory.negatives(exclude_ids=[1]), r"exclude_ids must be a tensor, int64 \(B,\), got a list"),
+        (lambda: memory.compare_by(rows.tolist()), r"vectors must be a tensor of shape \(n, 3\), got a list"),
+        (lambda: replace(rows.tolist(), rows), r"memory must be a tensor, \(K, d\), got a list"),
+        (lambda: replace(rows, rows, duplicates=[0, 0]), r"duplicates must be a tensor, float64 \(2,\), got a list"),
+        (lambda: duel.expected_duplicates(rows.tolist()), r"memory must be a tensor, \(K, d\), got a list"),
+        (lambda: duel.policies.Oracle([0, 1]), r"labels must be a tensor, int64 \(items,\), got a list"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            call()
+    assert memory["id"].tolist() == [0, 1, 2]
 
 
 def test_a_state_of_another_memory_is_refused_whole():
@@ -452,3 +485,26 @@ def test_narrow_embeddings_are_stored_at_unit_length():
     memory = WorkingMemory(10, 8, Duel())
     memory.update(isotropic(10, 8, 0, torch.bfloat16))
     assert (memory.embeddings.norm(dim=1) - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("policy_dim", [None, 8])
+def test_rounded_vectors_are_counted_anew(policy_dim):
+    def make(dtype=torch.float32):
+        return WorkingMemory(30, 8, Duel("exponential:0.01"), policy_dim=policy_dim, dtype=dtype)
+
+    def right(memory):
+        return torch.equal(memory.expected_duplicates(), duel.expected_duplicates(memory.compared, "exponential:0.01"))
+
+    memory, rows = make(), clusters(40, 8, 0)[0].float()
+    memory.update(rows, **({} if policy_dim is None else {"policy_embeddings": rows}))
+    state = copy.deepcopy(memory.state_dict())
+    assert memory.to("cpu", torch.float32).policy._counted
+    same, narrow = make(), torch.nn.ModuleDict({"memory": make(torch.bfloat16)})
+    state["policy.duplicates"] += 1  # N as it was saved, where the dtype is the same
+    same.load_state_dict(state)
+    assert torch.equal(same.expected_duplicates(), state["policy.duplicates"])
+    narrow.load_state_dict({f"memory.{key}": value for key, value in state.items()})
+    assert right(narrow["memory"])
+    assert state["policy._extra_state"]["counted"]  # which is the caller's
+    memory.bfloat16().float()
+    assert right(memory)

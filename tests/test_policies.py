@@ -85,6 +85,7 @@ def test_pairs_that_are_kept_are_those_of_the_memory_as_it_is(policy):
     assert len(kept) >= 4
     for forget in (memory.double, memory.reset):
         memory.refresh(torch.arange(len(memory)), rows[30:50].to(memory.embeddings.dtype))
+        memory.expected_duplicates()  # in another dtype they are counted only now
         assert policy._pairs is not None
         forget()
         assert policy._pairs is None
@@ -142,6 +143,22 @@ def test_random_uses_every_slot_alike():
     slots = torch.cat([memory.update(isotropic(100, 4, s)) for s in range(40)])
     counts = slots.bincount(minlength=8)
     assert (counts - 500).abs().max() < 5 * (500 * 7 / 8) ** 0.5
+
+
+@pytest.mark.parametrize("policy", [Random, Reservoir])
+def test_the_seed_of_draws_is_saved_with_the_memory(policy):
+    seeded, resumed, older = (WorkingMemory(10, 8, policy(seed=seed)) for seed in (1, 0, 1))
+    seeded.update(isotropic(25, 8, 0))
+    state = seeded.state_dict()
+    resumed.load_state_dict(state)
+    without = {key: value for key, value in state.items() if key != "policy._extra_state"}  # as it was once saved
+    torch.nn.ModuleList([older]).load_state_dict({f"0.{key}": value for key, value in without.items()})
+    batch = isotropic(40, 8, 1)
+    slots = seeded.update(batch).tolist()
+    assert slots == resumed.update(batch).tolist() == older.update(batch).tolist()
+    with pytest.raises(UserError, match=f"no state of a {policy.__name__} policy"):
+        resumed.load_state_dict({**state, "policy._extra_state": {}})
+    torch.nn.ModuleList([older]).load_state_dict({}, strict=False)
 
 
 def test_hashed_draws_are_uniform_and_differ_between_seeds():

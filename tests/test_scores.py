@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+import duel
 from duel import scores
 from duel.errors import UserError
+from pools import isotropic
 
 ALL = [
     "linear",
@@ -103,6 +105,17 @@ def test_a_mix_is_the_mean_of_its_parts():
     assert mixed != scores.gaussian(0.1)
     with pytest.raises(UserError, match="did you mean 'gaussian'"):
         scores.get("gausian+linear")
+
+
+def test_a_memory_with_a_mix_is_saved_whole(tmp_path):
+    memory = duel.WorkingMemory(64, 8, duel.policies.Duel("0.1*gaussian:0.1+0.9*gaussian:0.003"))
+    memory.update(isotropic(80, 8, 0).float())
+    torch.save(memory, tmp_path / "memory.pt")
+    loaded = torch.load(tmp_path / "memory.pt", weights_only=False)
+    assert loaded.policy.score == memory.policy.score
+    batch = isotropic(20, 8, 1).float()
+    assert loaded.update(batch).tolist() == memory.update(batch).tolist()
+    assert torch.equal(loaded.expected_duplicates(), memory.expected_duplicates())
 
 
 def test_the_weights_of_a_mix_are_shares_of_their_sum():

@@ -143,3 +143,9 @@ def test_negatives_that_are_overwritten_before_the_backward_pass_are_an_error(po
     memory.update(isotropic(2, 4, 1).float())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_one_name_of_payload_on_the_host_needs_no_sequence():
+    assert WorkingMemory(4, 8, "fifo", PAYLOAD, host="image").host == {"image"}
+    with pytest.raises(UserError, match=r"host must name payload \(\['id', 'image'\]\), got \['picture'\]"):
+        WorkingMemory(4, 8, "fifo", PAYLOAD, host="picture")

@@ -17,6 +17,12 @@ def unit_tolerance(dtype: torch.dtype) -> float:
     return max(1e-4, 4 * torch.finfo(dtype).eps)
 
 
+def check_tensor(given: object, name: str, wanted: str) -> None:
+    """That it is a tensor at all, and not the list or array that the user has."""
+    if not isinstance(given, Tensor):
+        raise UserError(f"{name} must be a tensor, {wanted}, got a {type(given).__name__}")
+
+
 def check_rows(rows: Tensor, name: str, dim: int, device: torch.device) -> None:
     """Shape, device and dtype always; finite and unit length where looking at the values costs no synchronisation."""
     if not isinstance(rows, Tensor):
@@ -71,6 +77,8 @@ def check_payload(
         )
     for name, (shape, dtype) in wanted.items():
         values = given[name]
+        if not isinstance(values, Tensor):
+            raise UserError(f"{name} must be a tensor, {dtype} {(count, *shape)}, got a {type(values).__name__}")
         if values.shape != (count, *shape) or values.dtype != dtype:
             raise UserError(f"{name} must be {dtype} {(count, *shape)}, got {values.dtype} {tuple(values.shape)}")
         if values.device != device and not (name in anywhere and values.device.type == "cpu"):

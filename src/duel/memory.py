@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from duel import policies
-from duel.checks import PayloadSpec, acceptable_rows, check_payload, check_rows
+from duel.checks import PayloadSpec, acceptable_rows, check_payload, check_rows, check_tensor
 from duel.errors import UserError
 from duel.hashing import uniform
+from duel.policies.simple import Drawing
 from duel.replacement import expected_duplicates
 from duel.replacement.units import widened
 from duel.slots import turns
@@ -33,8 +34,9 @@ class WorkingMemory(Storage):
         payload: what each slot keeps besides its embedding, as {name: (shape, dtype)}; for instance
             {"image": ((3, 32, 32), torch.uint8), "id": ((), torch.int64)}.
         policy_dim: a second vector per slot, of this dimension, for the policy to compare instead of the embedding.
-        host: names of payload to keep in host memory when the memory is moved to a GPU, so that its size is limited by
-            the host's. Results are the same; writing and reading it waits for the device and cannot be captured.
+        host: name or names of payload to keep in host memory when the memory is moved to a GPU, so that its size is
+            limited by the host's. Results are the same; writing and reading it waits for the device and cannot be
+            captured.
         normalize: bring given embeddings to unit length instead of refusing others.
         dtype: of the stored embeddings.
         seed: of `sample`.
@@ -55,7 +57,7 @@ class WorkingMemory(Storage):
         payload: PayloadSpec | None = None,
         *,
         policy_dim: int | None = None,
-        host: Iterable[str] = (),
+        host: str | Iterable[str] = (),
         normalize: bool = False,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
@@ -119,6 +121,7 @@ class WorkingMemory(Storage):
         """
         if exclude_ids is None:
             return self.embeddings, None
+        check_tensor(exclude_ids, "exclude_ids", "int64 (B,)")
         return self.embeddings, exclude_ids[:, None] == self["id"][None, :]
 
     def sample(self, n: int) -> Tensor:
@@ -180,6 +183,8 @@ class WorkingMemory(Storage):
         self, slots: Tensor, embeddings: Tensor, *, policy_embeddings: Tensor | None = None, **payload: Tensor
     ) -> None:
         """Give distinct slots (n,) new embeddings (n, d) of the items they hold, and new payload where it is given."""
+        check_tensor(slots, "slots", "int64 (n,)")
+        check_tensor(embeddings, "embeddings", f"(n, {self.dim})")
         if slots.dim() != 1 or slots.dtype != torch.int64 or slots.shape[0] != embeddings.shape[0]:
             raise UserError(f"slots must be int64 ({embeddings.shape[0]},), got {slots.dtype} {tuple(slots.shape)}")
         if slots.device.type == "cpu" and slots.numel():
@@ -214,9 +219,9 @@ class WorkingMemory(Storage):
         """
         if self._compared is None:
             raise UserError("compare_by is for a memory with a second vector per slot: build it with policy_dim")
+        check_rows(vectors, "vectors", self._compared.shape[1], self.device)
         if vectors.shape[0] != self._filled:
             raise UserError(f"vectors must have a row for each of the {self._filled} filled slots, got {len(vectors)}")
-        check_rows(vectors, "vectors", self._compared.shape[1], self.device)
         old = self.compared.clone()
         self.compared.copy_(widened(vectors.detach(), self._compared.dtype))
         self.policy.refreshed(self, torch.arange(self._filled, device=self.device), old)
@@ -319,7 +324,8 @@ class WorkingMemory(Storage):
         return stored[0], stored[-1], accepted
 
     def _normalised(self, vectors: Tensor) -> Tensor:
-        return torch.nn.functional.normalize(vectors, dim=-1) if self.normalize else vectors
+        able = self.normalize and isinstance(vectors, Tensor) and vectors.is_floating_point()
+        return torch.nn.functional.normalize(vectors, dim=-1) if able else vectors
 
     def check(self) -> None:
         """Raise if rows were turned away on the device since the last reset (reads the device)."""
@@ -342,12 +348,25 @@ class WorkingMemory(Storage):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Refuses a state of another memory before anything is changed, also where the memory is part of a model."""
+        extra = f"{prefix}policy._extra_state"
+        if isinstance(self.policy, Drawing) and f"{prefix}policy.arrived" in state_dict:
+            state_dict.setdefault(extra, self.policy.get_extra_state())  # an older version did not save its seed
         given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         if given or not prefix:  # nothing at all: a model that had no memory yet, which strict=False allows
             self._check_state(given)
         if "policy._extra_state" in given:
             self.policy.check_state(given["policy._extra_state"])
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+        saved = given.get("_embeddings" if self._compared is None else "_compared")
+        if saved is not None and saved.dtype != self.compared.dtype and isinstance(self.policy, policies.Duel):
+            state_dict[extra] = {**state_dict[extra], "counted": False}  # N was that of other vectors
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = self.compared.dtype
+        super()._apply(fn, recurse)
+        if self.compared.dtype != before and isinstance(self.policy, policies.Duel):
+            self.policy.count_anew()
+        return self
 
     def extra_repr(self) -> str:
         return f"size={self.size}, dim={self.dim}, filled={self._filled}, payload={sorted(self.payload)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,17 +129,17 @@ def mix(*parts: Score | str, weights: Sequence[float] = ()) -> Score:
         check_weight(score.name, weight)
         if score.kind == "mix":
             raise UserError(f"mix takes single scores, got the mix {score.name!r}: give its parts")
-
-    def mean(cosines: Tensor) -> Tensor:
-        h, total = scores[0](cosines), weights[0]
-        for score, weight in zip(scores[1:], weights[1:], strict=True):
-            total += weight
-            h = h.lerp(score(cosines), weight / total)  # where all parts are 0 or 1, exactly that
-        return h
-
     weighted = any(weight != weights[0] for weight in weights)
     names = [f"{_written(w)}*{s.name}" if weighted else s.name for s, w in zip(scores, weights, strict=True)]
-    return Score("+".join(names), "mix", function=mean)
+    return Score("+".join(names), "mix", function=partial(_mean, tuple(scores), tuple(weights)))
+
+
+def _mean(scores: Sequence[Score], weights: Sequence[float], cosines: Tensor) -> Tensor:
+    h, total = scores[0](cosines), weights[0]
+    for score, weight in zip(scores[1:], weights[1:], strict=True):
+        total += weight
+        h = h.lerp(score(cosines), weight / total)  # where all parts are 0 or 1, exactly that
+    return h
 
 
 def get(score: Any) -> Score:

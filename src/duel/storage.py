@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from duel.checks import PayloadSpec
+from duel.checks import PayloadSpec, check_tensor
 from duel.errors import UserError
 from duel.slots import first_newcomer, last_newcomer, occupied, put_rows
 
@@ -48,7 +48,7 @@ class Storage(nn.Module):
         *,
         policy_dim: int | None,
         dtype: torch.dtype,
-        host: Iterable[str],
+        host: str | Iterable[str],
     ) -> None:
         super().__init__()
         for name, value in (("size", size), ("dim", dim), ("policy_dim", policy_dim)):
@@ -57,7 +57,7 @@ class Storage(nn.Module):
         if not dtype.is_floating_point:
             raise UserError(f"dtype must be a floating-point type, got {dtype}")
         self.size, self.dim, self.policy_dim = size, dim, policy_dim
-        self.payload, self.host = dict(payload or {}), frozenset(host)
+        self.payload, self.host = dict(payload or {}), frozenset([host] if isinstance(host, str) else host)
         if not self.host <= self.payload.keys():
             raise UserError(f"host must name payload ({sorted(self.payload)}), got {sorted(self.host)}")
         self.register_buffer("_embeddings", torch.zeros(size, dim, dtype=dtype))
@@ -86,6 +86,7 @@ class Storage(nn.Module):
     def fetch(self, name: str, slots: Tensor) -> Tensor:
         """The payload of some slots (n,), on the memory's device wherever it is kept."""
         held = self[name]
+        check_tensor(slots, "slots", "int64 (n,)")
         rows = slots.to(held.device)  # waits for the device where the payload is on the host
         if held.device == self.device:
             return held[rows]

@@ -32,7 +32,8 @@ class DuelMemoryBank(MemoryBankModule):  # type: ignore[misc]
     """lightly's memory bank, held by a `WorkingMemory`.
 
     Like lightly's it starts with random rows, so that it always has the same shape. They count as empty: newcomers take
-    their places first, and the policy decides once they are gone. Unlike lightly's it is in the loss's `state_dict`.
+    their places first, and the policy decides once they are gone. Unlike lightly's it is in the loss's `state_dict`,
+    random rows and all.
 
     Args:
         size: (slots, dim), or 0 for no memory bank.
@@ -56,6 +57,8 @@ class DuelMemoryBank(MemoryBankModule):  # type: ignore[misc]
         super().__init__(size, gather_distributed=gather_distributed, feature_dim_first=feature_dim_first)
         slots, dim = self.size if len(self.size) == 2 else (0, 0)
         self.memory = WorkingMemory(slots, dim, policy, **{"normalize": True, **memory}) if slots else None
+        if slots:
+            self.register_buffer("bank", self.bank)  # now persistent
 
     def forward(
         self, output: Tensor, labels: Tensor | None = None, update: bool = False
@@ -78,7 +81,15 @@ class DuelMemoryBank(MemoryBankModule):  # type: ignore[misc]
         self.memory.update(batch)
         self.memory.learn()
         if self.memory.full:
-            self.bank = self.bank[:0]  # the random rows are done with
+            self.bank = self.bank[:0].clone()  # the random rows are done with
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Also of a bank with random rows into one whose rows are gone, and the other way round."""
+        if self.memory is not None and f"{prefix}memory._embeddings" in state_dict:
+            saved = state_dict.setdefault(f"{prefix}bank", self.bank)  # an older version did not save them
+            if saved.shape in ((0, self.memory.dim), self.size):
+                self.bank = self.bank.new_empty(saved.shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class DuelNNMemoryBank(NNMemoryBankModule, DuelMemoryBank):  # type: ignore[misc]

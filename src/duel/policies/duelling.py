@@ -93,6 +93,10 @@ class Duel(Policy):
 
     def restart(self) -> None:
         super().restart()
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """What is compared has changed unseen: N is counted from all of it when it is next asked for."""
         self._counted, self._pairs = False, None
 
     def ready(self, memory: WorkingMemory) -> None:

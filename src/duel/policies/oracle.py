@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from duel.checks import check_tensor
 from duel.errors import UserError
 from duel.policies.base import Policy, takes_part
 from duel.slots import turns
@@ -38,6 +39,7 @@ class Oracle(Policy):
                 "policy oracle balances the memory by the labels, so it needs some: train on labelled data, or give "
                 "Oracle(labels). It is a control for measuring only; duel is the policy that needs none"
             )
+        check_tensor(labels, "labels", "int64 (items,)")
         if labels.dim() != 1 or labels.dtype != torch.int64 or not labels.numel() or int(labels.min()) < 0:
             raise UserError(f"labels must be int64 (items,) and >= 0, got {labels.dtype} {tuple(labels.shape)}")
         if max_age is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from duel.errors import UserError
 from duel.hashing import uniform
 from duel.policies.base import Policy, takes_part
 from duel.slots import turns
@@ -31,7 +32,7 @@ class Fifo(Policy):
         return torch.where(present, slots, -1)
 
 
-class _Drawing(Policy):
+class Drawing(Policy):
     """A policy that draws at random: the same draws on every device, and after save and load."""
 
     arrived: Tensor
@@ -41,6 +42,16 @@ class _Drawing(Policy):
         self.seed = seed
         self.register_buffer("arrived", torch.zeros((), dtype=torch.int64))  # newcomers since the memory was full
 
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seed": self.seed}
+
+    def check_state(self, state: Any) -> None:
+        if not isinstance(state, dict) or "seed" not in state:
+            raise UserError(f"state_dict holds no state of a {type(self).__name__} policy")
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seed = state["seed"]
+
     def draw(self, incoming: Tensor) -> tuple[Tensor, Tensor]:
         """(the running number of each newcomer that takes part, a uniform draw for it)"""
         present = takes_part(incoming)
@@ -49,7 +60,7 @@ class _Drawing(Policy):
         return number, uniform(self.seed, number)
 
 
-class Random(_Drawing):
+class Random(Drawing):
     """Any slot, each with the same probability."""
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
@@ -57,7 +68,7 @@ class Random(_Drawing):
         return (draw * memory.size).long()
 
 
-class Reservoir(_Drawing):
+class Reservoir(Drawing):
     """A uniform sample of everything seen so far (Vitter 1985, algorithm R)."""
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from duel import scores
-from duel.checks import acceptable_rows, check_rows
+from duel.checks import acceptable_rows, check_rows, check_tensor
 from duel.errors import UserError, suggest
 from duel.replacement.dense import replace_dense
 from duel.replacement.reference import replace_reference
@@ -58,15 +58,18 @@ def replace(
         duplicates: N of `memory` under `score`, as the last call returned it; computed when not given.
         engine: "reference" (the paper's loop), "dense" (PyTorch), "fused" (Triton), or "auto", the fastest that runs.
     """
+    check_tensor(memory, "memory", "(K, d)")
     if memory.dim() != 2 or memory.shape[0] < 1:
         raise UserError(f"memory must have shape (K, d) with K >= 1, got {tuple(memory.shape)}")
     check_rows(incoming, "incoming", memory.shape[1], memory.device)
     check_rows(memory, "memory", memory.shape[1], memory.device)
-    if duplicates is not None and (duplicates.shape != memory.shape[:1] or duplicates.device != memory.device):
-        raise UserError(
-            f"duplicates must have shape ({memory.shape[0]},) on {memory.device}, "
-            f"got {tuple(duplicates.shape)} on {duplicates.device}"
-        )
+    if duplicates is not None:
+        check_tensor(duplicates, "duplicates", f"float64 ({memory.shape[0]},)")
+        if duplicates.shape != memory.shape[:1] or duplicates.device != memory.device:
+            raise UserError(
+                f"duplicates must have shape ({memory.shape[0]},) on {memory.device}, "
+                f"got {tuple(duplicates.shape)} on {duplicates.device}"
+            )
     skip = None
     if incoming.device.type != "cpu":  # looking at values would wait for the device: bad rows are turned away there
         skip = ~acceptable_rows(incoming)
@@ -103,6 +106,7 @@ def replace_unchecked(
 
 def expected_duplicates(memory: Tensor, score: Any = "linear") -> Tensor:
     """N(j) = Σ_{i≠j} h(z_i · z_j) of every row of memory (K, d): float64 (K,). Eq. 5 of the paper."""
+    check_tensor(memory, "memory", "(K, d)")
     if memory.dim() != 2 or memory.shape[0] < 1:
         raise UserError(f"memory must have shape (K, d) with K >= 1, got {tuple(memory.shape)}")
     return counted(memory, scores.get(score))[0]
