@@ -24,6 +24,7 @@ from duel.optimizers import LARS, Schedule, build_optimizer, learning_rate
         ({"bias": float("nan")}, "bias must be >= 1"),
         ({"method": "simcrl"}, "did you mean 'simclr'"),
         ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"workers": -1}, "workers must be >= 0, got -1"),
         ({"lr": 0.0}, "lr must be > 0"),
         ({"momentum": 1.5}, r"momentum must lie in \[0, 1\]"),
         ({"bias_kind": "weights"}, "needs weights"),

@@ -254,6 +254,39 @@ def test_folder_without_classes(tmp_path: Path) -> None:
         load(str(tmp_path), split="test")
 
 
+@pytest.mark.parametrize("links", [["loop"], ["loop", "again"], ["a/up"]])
+def test_a_link_that_leads_back_brings_nothing_twice(tmp_path: Path, links: list[str]) -> None:
+    pictures = [picture(tmp_path / "set" / name) for name in ("one.png", "a/two.png", "b/three.png")]
+    for link in links:
+        (tmp_path / "set" / link).symlink_to(tmp_path / "set")
+    source = load(str(tmp_path / "set"))
+    assert list(map(Path, source.paths)) == pictures
+
+
+def test_links_to_folders_elsewhere_are_followed_in_order(tmp_path: Path) -> None:
+    for name in ("set/0.png", "set/a/1.png", "set/c/1.png", "set/c/deep/2.png", "elsewhere/x/1.png", "elsewhere/2.png"):
+        picture(tmp_path / name)
+    (tmp_path / "set" / "b").symlink_to("../elsewhere")
+    (tmp_path / "set" / "a" / "other").symlink_to("../c/deep")  # which is read by its own path
+    found = [str(Path(p).relative_to(tmp_path / "set")) for p in load(str(tmp_path / "set")).paths]
+    assert found == ["0.png", "a/1.png", "b/2.png", "b/x/1.png", "c/1.png", "c/deep/2.png"]
+    (tmp_path / "set" / "0.png").unlink()
+    assert load(str(tmp_path / "set")).classes == ("a", "b", "c")
+    (tmp_path / "set" / "d").symlink_to("c")
+    with pytest.raises(UserError, match="class 'd' has no images of its own"):
+        load(str(tmp_path / "set"))
+
+
+def test_the_test_part_has_the_size_of_the_training_part(tmp_path: Path) -> None:
+    for part, side in (("train", 20), ("test", 12)):
+        for c in "xy":
+            picture(tmp_path / part / c / "1.png", size=(side, side))
+    for residency in ("device", "stream"):
+        sizes = [load(str(tmp_path), split=split, residency=residency).shape for split in ("train", "test")]
+        assert sizes == [(3, 20, 20)] * 2
+    assert load(str(tmp_path), split="test", image_size=9).shape == (3, 9, 9)
+
+
 @pytest.mark.parametrize("test", ["test", "val"])
 def test_folder_with_its_own_split(tmp_path: Path, test: str) -> None:
     for c in "xyz":

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,24 @@ def test_a_file_that_differs_is_refused_and_the_old_one_survives(
         export(net, path)
     assert path.read_text() == "the old one"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_where_it_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for inside in ("b.safetensors", "deeper/b.safetensors"):
+        with pytest.raises(UserError, match=rf"cannot write .*{inside}: Not a directory; .* another file with --out"):
+            export(trained(), tmp_path / "file" / inside)
+    for folder in (tmp_path, "."):
+        with pytest.raises(UserError, match="it is a directory; give a file"):
+            export(trained(), folder, format="safetensors")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UserError, match=r"cannot write .*b.safetensors: No space left on device; make room"):
+        export(trained(), tmp_path / "b.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

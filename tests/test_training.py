@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from lightning_utilities.core import rank_zero
+from PIL import Image
 from rich.console import Console
 
 from duel import checkpoint, recipes, runs, training
@@ -505,6 +507,8 @@ def test_a_step_never_waits_for_the_device(case: str) -> None:
 def test_a_run_that_cannot_start_leaves_nothing_behind() -> None:
     with pytest.raises(UserError, match="batch_size 5000 is larger"):
         go(small(batch_size=5000, memory_size=5000))
+    with pytest.raises(UserError, match="stream_batch 5000 is larger than the data: digits has 1297 images"):
+        go(small(source="memory", stream_batch=5000))
     with pytest.raises(UserError, match="key_momentum was given, but simclr has no such setting"):
         go(small(key_momentum=0.9))
     with pytest.raises(UserError, match="unknown backbone 'resnet81'"):
@@ -555,6 +559,26 @@ def test_other_data_are_evaluated_into_a_file_of_their_own() -> None:
     assert [path.name for path in Path("run").glob("evaluation*")] == ["evaluation-notes.json"]
 
 
+def test_a_folder_is_evaluated_at_the_size_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    for folder, side in (("own/train", 8), ("own/test", 12), ("other", 16)):
+        for i in range(20):
+            path = Path(folder, "ab"[i % 2], f"{i}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(path)
+    go(small(data="own", steps=2, bias=1.0, knn_every=0))
+    quick = {"device": "cpu", "cache": False, "settings": EvaluationSettings(probe_epochs=2)}
+    assert evaluate("run", **quick)["images"] == {"train": 20, "test": 20}
+    assert evaluate("run", data="other", **quick)["images"] == {"train": 16, "test": 4}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match=r"cannot write run/evaluation.json: No space left on device; make room"):
+        evaluate("run", **quick)
+
+
 def test_the_run_s_own_data_are_known_by_any_spelling() -> None:
     Path("pictures").mkdir()
     for own, spelled in (
@@ -585,6 +609,42 @@ def test_the_log_goes_on_without_its_files(tmp_path: Path) -> None:
     assert "3.0000" in said.getvalue()
     with pytest.raises(KeyError, match="lss"):
         log.log(4, {"lss": 1.0})
+
+
+@pytest.mark.parametrize("lines", [1, 3])  # the error is raised at the end, or already by the next line
+def test_a_run_is_finished_though_tensorboard_cannot_write(
+    lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    real, hook = RecordWriter.write, threading.excepthook
+
+    def full(self: RecordWriter, data: bytes) -> None:
+        if b"loss" in data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    said = io.StringIO()
+    result = go(small(steps=3, log_every=3 // lines, tensorboard=True), console=Console(file=said, width=200))
+    assert result.finished
+    assert runs.read_meta(Path("run"))["finished"]
+    assert said.getvalue().count("warning: cannot write run/") == 1
+    assert "(No space left on device)" in said.getvalue()
+    assert threading.excepthook is hook
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_run_is_finished_though_wandb_cannot_be_reached(tmp_path: Path) -> None:
+    def unreachable(exit_code: int) -> None:
+        raise RuntimeError("no network")
+
+    said = io.StringIO()
+    log = RunLog(tmp_path, columns=[], steps=1, tensorboard=False, console=Console(file=said, width=200))
+    log._wandb = SimpleNamespace(finish=unreachable)
+    with log:
+        pass
+    assert said.getvalue() == "warning: Weights & Biases may lack the last lines (no network)\n"
 
 
 def test_a_resumed_log_keeps_the_checkpoint_s_line_and_drops_later_ones(tmp_path: Path) -> None:

@@ -160,7 +160,8 @@ class Evaluate:
     run_dir: RunDir
     """Directory that `duel train` wrote."""
     data: str | None = None
-    """Measure on other data (labelled, same image size); by default the data the run was trained on."""
+    """Measure on other data (labelled; a folder's images are brought to the run's size, others must have it); by
+    default the data the run was trained on."""
     root: str | None = None
     """Where torchvision keeps its data sets; by default as in training."""
     device: str = "auto"

@@ -54,7 +54,8 @@ class TrainConfig:
     download: bool = field(default=False, metadata=_FREE)
     """Download the data set if it is missing."""
     image_size: int | None = None
-    """Side in pixels to which images are resized; None keeps the data set's own (folders: 224)."""
+    """Side in pixels to which images are resized; None keeps the data set's own (of a folder, the median
+    short side of its training images, at most 224)."""
     residency: Literal["auto", "device", "stream"] = field(default="auto", metadata=_FREE)
     """device: all images live on the device as uint8. stream: decoded by workers as needed. auto: by size."""
     workers: int | None = field(default=None, metadata=_FREE)

@@ -44,6 +44,8 @@ def check(config: TrainConfig) -> None:
             _at_least(config, name, 1)
     for name in ("seed", "warmup", "refresh", "queue", "knn_every", "weight_decay", "bias_class"):
         _at_least(config, name, 0)
+    if config.workers is not None:
+        _at_least(config, "workers", 0)
     if config.warmup >= 1 and config.warmup % 1:
         raise UserError(f"warmup must be whole steps, or below 1 a share of the training, got {config.warmup}")
     for name in ("epochs", "lr", "temperature", "temperature_high", "temperature_cycles", "clip"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
@@ -12,6 +14,15 @@ class UserError(ValueError):
 
 class Notice(UserWarning):
     """Something a user should know although the work goes on. The command line prints it as one `warning: …`."""
+
+
+@contextlib.contextmanager
+def writing(path: os.PathLike[str], advice: str) -> Iterator[None]:
+    """What the system says when `path` cannot be written becomes a UserError, with what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
 
 
 def suggest(what: str, name: object, valid: Iterable[str], *, shown: Iterable[str] | None = None) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .encoders import Encoder
-from .errors import UserError
+from .errors import UserError, writing
 
 Format = Literal["safetensors", "onnx"]
 
@@ -58,7 +58,8 @@ def export(
         raise UserError(
             f"format {kind!r} was asked for, but {str(path)!r} ends in {path.suffix}; leave one of them out"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.isdir(path):
+        raise UserError(f"cannot write {path}: it is a directory; give a file with --out")
     backbone = copy.deepcopy(encoder.backbone).cpu().float().eval()
     # Two images: a batch of one would be baked into an ONNX file. The check uses three, to see that none was.
     images = torch.randn(2, *encoder.image_shape, generator=torch.Generator().manual_seed(0))
@@ -70,17 +71,20 @@ def export(
     }
     partial = path.with_name(f".{path.stem}.partial.{kind}")
     write: Callable[..., Callable[[Tensor], Tensor]] = _write_safetensors if kind == "safetensors" else _write_onnx
-    try:
-        reloaded = write(backbone, encoder, images, texts, partial)
-        difference = _difference(backbone, reloaded, torch.cat([images, images.flip(3)[:1]]))
-        if not difference <= _TOLERANCE[kind]:
-            raise UserError(
-                f"the exported {kind} file does not give the original's features: relative difference "
-                f"{difference:.1e}, accepted {_TOLERANCE[kind]:.0e}. {path} was not written."
-            )
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with writing(path, "make room or give another file with --out"):
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            reloaded = write(backbone, encoder, images, texts, partial)
+            difference = _difference(backbone, reloaded, torch.cat([images, images.flip(3)[:1]]))
+            if not difference <= _TOLERANCE[kind]:
+                raise UserError(
+                    f"the exported {kind} file does not give the original's features: relative difference "
+                    f"{difference:.1e}, accepted {_TOLERANCE[kind]:.0e}. {path} was not written."
+                )
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
     return Exported(path, difference, _load_line(encoder, path, kind), texts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ class RunLog:
         self._last_doing = time.monotonic()
         self._writer = _tensorboard(out / TENSORBOARD, start) if tensorboard else None
         self._wandb = _wandb(wandb, out, config or {}) if wandb else None
+        self._hook = threading.excepthook
         self._bar: _Bar | None = None
         self._task = TaskID(0)
         if start == 0 or not self._path.exists():
@@ -58,6 +60,8 @@ class RunLog:
             self._rewrite([row for row in read_metrics(out) if row["step"] <= start])
 
     def __enter__(self) -> Self:
+        if self._writer is not None:
+            self._hook, threading.excepthook = threading.excepthook, self._in_thread
         if self.console.is_terminal:
             self._bar = _Bar(
                 TextColumn("{task.description}"),
@@ -77,9 +81,16 @@ class RunLog:
         if self._bar is not None:
             self._bar.stop()
         if self._writer is not None:
-            self._writer.close()
+            try:
+                self._writer.close()
+            except OSError as failed:
+                self._cannot_write(self._path.with_name(TENSORBOARD), failed, "its last lines may be missing")
+            threading.excepthook = self._hook
         if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if kind is None else 1)
+            try:
+                self._wandb.finish(exit_code=0 if kind is None else 1)
+            except Exception as failed:
+                self.say(f"warning: Weights & Biases may lack the last lines ({failed})")
 
     def advance(self, step: int) -> None:
         """Move the bar; called after every step, and cheap."""
@@ -127,8 +138,18 @@ class RunLog:
                 for name, values in histograms.items():
                     self._writer.add_histogram(name, values, step)
         except OSError as error:
-            self._files_work = False
-            self.say(f"warning: cannot write {self._path} ({error.strerror or error}); training goes on without logs")
+            self._cannot_write(self._path, error, "training goes on without logs")
+
+    def _cannot_write(self, path: Path, error: OSError, so: str) -> None:
+        """Said once in a run."""
+        if self._files_work:
+            self.say(f"warning: cannot write {path} ({error.strerror or error}); {so}")
+        self._files_work = False
+
+    def _in_thread(self, failed: threading.ExceptHookArgs) -> None:
+        """What TensorBoard's thread fails at is raised again where the next line is written, and need not be shown."""
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            self._hook(failed)
 
     def _rewrite(self, rows: Sequence[Mapping[str, float]]) -> None:
         try:

@@ -66,6 +66,11 @@ class TrainingStep:
         *,
         fabric: Fabric,
     ) -> None:
+        if (config.stream_batch or 0) > inputs.items:
+            raise UserError(
+                f"stream_batch {config.stream_batch} is larger than the data: {inputs.train.name} has "
+                f"{inputs.items} images; lower stream_batch"
+            )
         self.config, self.fabric = config, fabric
         device = self.device = fabric.device
         self.stream, self.steps = inputs.stream(config, device), inputs.steps(config)

@@ -93,9 +93,11 @@ def evaluate(
 
     trained = load_trained(run)
     where = data or _MEASURED_ON.get(trained.config.data, trained.config.data)
-    config = dataclasses.replace(trained.config, data=where, root=root or trained.config.root)
-    sources = [load_split(config, split) for split in ("train", "test")]
     shape = trained.encoder.image_shape
+    of_any_size = where not in NAMES and Path(where).expanduser().is_dir()  # files, brought to one when they are read
+    size = shape[-1] if of_any_size else trained.config.image_size
+    config = dataclasses.replace(trained.config, data=where, root=root or trained.config.root, image_size=size)
+    sources = [load_split(config, split) for split in ("train", "test")]
     for source in sources:
         if tuple(source.shape) != tuple(shape):
             raise UserError(

@@ -142,12 +142,24 @@ def _warn(name: str, lines: Iterable[str], shown: int = 5) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Image files below `folder`, sorted; hidden files and folders are left out."""
-    found = []
-    for at, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = sorted(f for f in folders if not f.startswith((".", "__")))
-        found += [Path(at, f) for f in sorted(files) if Path(f).suffix.lower() in EXTENSIONS and f[0] != "."]
-    return found
+    """Image files below `folder`, sorted; hidden files and folders are left out.
+
+    Links to folders are followed, but each folder is read once: by its own path where that lies below `folder`.
+    """
+    found: dict[tuple[str, ...], list[Path]] = {}
+    seen: set[str] = set()
+    starts = [folder]
+    for start in starts:  # which grows: links come after all that is reached without them
+        for at, folders, files in os.walk(start):
+            if (place := os.path.realpath(at)) in seen:
+                folders.clear()
+                continue
+            seen.add(place)
+            folders[:] = sorted(f for f in folders if not f.startswith((".", "__")))
+            starts += [link for f in folders if (link := Path(at, f)).is_symlink()]
+            images = (f for f in sorted(files) if Path(f).suffix.lower() in EXTENSIONS and f[0] != ".")
+            found[Path(at).parts] = [Path(at, f) for f in images]
+    return [path for parts in sorted(found) for path in found[parts]]
 
 
 def _part(folder: Path, split: Split) -> tuple[Path, Path | None]:
@@ -177,16 +189,19 @@ def _class_folders(folder: Path) -> list[Path]:
 
 def _scan(folder: Path, classes: tuple[str, ...] | None) -> tuple[list[Path], Tensor | None, tuple[str, ...]]:
     """(files, labels, class names); classes: number the classes as these (a test folder as its training folder)."""
-    groups = {p.name: _files(p) for p in _class_folders(folder)}
+    paths = _files(folder)
+    if not paths:
+        raise UserError(f"no images in {str(folder)!r}; files that end in {', '.join(sorted(EXTENSIONS))} are read")
+    groups: dict[str, list[Path]] = {p.name: [] for p in _class_folders(folder)}
+    for path in paths:
+        if (name := path.parts[len(folder.parts)]) in groups:
+            groups[name].append(path)
     if not any(groups.values()):
-        files = _files(folder)
-        if not files:
-            raise UserError(f"no images in {str(folder)!r}; files that end in {', '.join(sorted(EXTENSIONS))} are read")
-        return files, None, ()
+        return paths, None, ()
     if empty := [name for name, files in groups.items() if not files]:
         raise UserError(
-            f"class {empty[0]!r} has no images: every subfolder of {str(folder)!r} is a class. Add images to "
-            f"{', '.join(repr(e) for e in empty)}, or move what is not a class elsewhere"
+            f"class {empty[0]!r} has no images of its own: every subfolder of {str(folder)!r} is a class. Add images "
+            f"to {', '.join(repr(e) for e in empty)}, or move what is not a class elsewhere"
         )
     classes = tuple(groups) if classes is None else classes
     if unknown := sorted(set(groups) - set(classes)):
@@ -212,9 +227,10 @@ def _own_size(paths: list[Path]) -> int:
 def load(folder: Path, *, split: Split, image_size: int | None, residency: Residency) -> Source:
     """See duel.data.load. Kept in memory: decoded once, here. Streamed: decoded when needed."""
     part, train = _part(folder, split)
-    known = _scan(train, None)[2] or None if train is not None and part != train else None
+    training = _scan(train, None) if train is not None and part != train else None
+    known = training[2] or None if training else None
     paths, labels, classes = _scan(part, known)
-    size = image_size or _own_size(paths)
+    size = image_size or _own_size(training[0] if training else paths)
     resident = len(paths) * 3 * size**2 <= RESIDENT_BYTES if residency == "auto" else residency == "device"
     images: Tensor | None = None
     skipped: tuple[str, ...] = ()

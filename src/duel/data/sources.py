@@ -194,9 +194,10 @@ def load(
     """Images by name or path.
 
     data: a name in NAMES (looked for under `root`, fetched there with download=True); a folder of images; a .npz or
-    .npy file. image_size: side in pixels (None: the set's own; of a folder, the median short side, at most 224);
-    images are resized by their shorter side and cut to the central square. residency: "device" holds all images as
-    one uint8 tensor, "stream" reads them when they are needed, "auto" decides by size (RESIDENT_BYTES).
+    .npy file. image_size: side in pixels (None: the set's own; of a folder, the median short side of its training
+    images, at most 224); images are resized by their shorter side and cut to the central square. residency: "device"
+    holds all images as one uint8 tensor, "stream" reads them when they are needed, "auto" decides by size
+    (RESIDENT_BYTES).
 
     Folders: where every image lies in a subfolder, the subfolders are the classes; otherwise there are none. train/
     and test/ (or val/) inside the folder are the splits; without them, and for arrays without a split, a labelled

@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
+from duel.errors import writing
+
 _RATES = {
     "top1_test_to_test": "Top-1, test to test",
     "top1_test_to_train": "Top-1, test to train",
@@ -79,11 +81,13 @@ def save(result: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write the result as JSON, whole or not at all."""
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    with writing(target, "make room or make its folder writable, then evaluate again"):
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _percent(share: float | None) -> str:
