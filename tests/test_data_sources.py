@@ -151,6 +151,14 @@ def test_wrong_arrays(images: np.ndarray, labels: object, says: str) -> None:
         from_arrays(images, labels)
 
 
+def test_one_subfolder_is_no_class(tmp_path: Path) -> None:
+    (tmp_path / "DCIM").mkdir()
+    for i in range(5):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / "DCIM" / f"{i}.png")
+    source = load(str(tmp_path))
+    assert (len(source), source.labels, source.classes) == (5, None, ())
+
+
 def test_npz_with_its_own_split_and_without(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (50, 8, 8, 3), dtype=np.uint8), np.arange(50) % 5
@@ -301,8 +309,9 @@ def test_folder_with_its_own_split(tmp_path: Path, test: str) -> None:
 
 
 def test_train_alone_has_nothing_to_test_on_and_can_be_a_class(tmp_path: Path) -> None:
-    picture(tmp_path / "train" / "a" / "1.png")
-    assert load(str(tmp_path)).classes == ("a",)
+    for name in "ab":
+        picture(tmp_path / "train" / name / "1.png")
+    assert load(str(tmp_path)).classes == ("a", "b")
     with pytest.raises(UserError, match="has train/ but none of test/"):
         load(str(tmp_path), split="test")
     for i in range(5):

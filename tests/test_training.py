@@ -24,12 +24,14 @@ from PIL import Image
 from rich.console import Console
 
 from duel import checkpoint, recipes, runs, training
+from duel.checks import RowsRefused
 from duel.config import TrainConfig
 from duel.data import ArraySource, load
 from duel.errors import UserError
 from duel.evaluation.settings import EvaluationSettings
 from duel.inputs import Inputs
 from duel.machine import build_fabric
+from duel.memory import WorkingMemory
 from duel.runlog import RunLog, read_metrics
 from duel.step import TrainingStep
 from duel.trained import evaluate, evaluation_file, export, load_trained
@@ -313,6 +315,25 @@ def test_data_that_cannot_be_measured_on_are_trained_on(classes: int) -> None:
     assert result.labelled == (classes > 1)
     assert all(math.isfinite(value) for value in result.metrics.values() if not math.isnan(value))
     assert checkpoint.checkpoints(Path("run") / runs.CHECKPOINTS)
+
+
+@pytest.mark.parametrize("method", ["d-simclr", "d-moco"])
+def test_embeddings_that_a_memory_refuses_are_training_gone_astray(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(method, source="memory" if method == "d-simclr" else "stream")
+    calls = []
+
+    def refuses(self: WorkingMemory, *args: Any, **given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:  # filling takes two
+            raise RowsRefused("row 0 is not finite; use torch.nn.functional.normalize")
+        return real(self, *args, **given)
+
+    real = WorkingMemory.update
+    monkeypatch.setattr(WorkingMemory, "update", refuses)
+    with pytest.raises(NonFiniteLoss, match=r"an embedding became NaN or infinite at step 2 .*Try a lower --lr"):
+        go(config)
 
 
 def test_a_measurement_that_fails_costs_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,10 @@ from duel.errors import UserError
 PayloadSpec = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
+class RowsRefused(UserError):
+    """Rows that are not finite or not of unit length."""
+
+
 def unit_tolerance(dtype: torch.dtype) -> float:
     """How far from 1 the length of a normalised row may be: a few roundings of the dtype it is held in."""
     return max(1e-4, 4 * torch.finfo(dtype).eps)
@@ -43,7 +47,7 @@ def check_rows(rows: Tensor, name: str, dim: int, device: torch.device) -> None:
             at = int(good.logical_not().nonzero()[0])
             length = float(rows[at].double().norm())
             said = f"has length {length:g}" if length == length and length != float("inf") else "is not finite"
-            raise UserError(
+            raise RowsRefused(
                 f"{name} must hold finite rows of unit length: row {at} {said}; use torch.nn.functional.normalize"
             )
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from . import checkpoint, contents, runs
 from .checkpoint import CheckpointError
+from .checks import RowsRefused
 from .config import TrainConfig
 from .errors import UserError
 from .inputs import Inputs
@@ -257,9 +258,11 @@ class _Loop:
         try:
             self.step()
         except UserError as error:  # a memory on the CPU refuses NaN at once, before the loss is next read
-            if self.step.is_finite():
+            finite = self.step.is_finite()
+            if finite and not isinstance(error, RowsRefused):
                 raise
-            raise self._astray(self.step.bad_step()) from error
+            what = "an embedding" if finite else "a weight"
+            raise self._astray(self.step.bad_step(), what, self.step.done) from error
 
     def _columns(self) -> list[str]:
         memory = [] if self.instruments is None else self.instruments.columns
@@ -345,9 +348,10 @@ class _Loop:
         shape, items = list(self.inputs.train.shape), self.inputs.fingerprint
         return {"image_shape": shape, "mean": list(mean), "std": list(std), "items": items}
 
-    def _astray(self, bad: int | None) -> NonFiniteLoss:
-        step = self.step.done - 1 if bad is None else bad
-        what = "a weight" if bad is None else "the loss"
+    def _astray(self, bad: int | None, what: str = "a weight", at: int | None = None) -> NonFiniteLoss:
+        """bad: the step, from 0, whose loss was not finite; else `what` was not, at a step or in the last one."""
+        step = (self.step.done - 1 if at is None else at) if bad is None else bad
+        what = what if bad is None else "the loss"
         kept = checkpoint.checkpoints(self.folder)
         last_good = f"the last good checkpoint is {kept[-1]}" if kept else "no checkpoint had been written yet"
         error = NonFiniteLoss(

@@ -196,7 +196,7 @@ def _scan(folder: Path, classes: tuple[str, ...] | None) -> tuple[list[Path], Te
     for path in paths:
         if (name := path.parts[len(folder.parts)]) in groups:
             groups[name].append(path)
-    if not any(groups.values()):
+    if not any(groups.values()) or (len(groups) == 1 and classes is None):  # one class tells nothing apart
         return paths, None, ()
     if empty := [name for name, files in groups.items() if not files]:
         raise UserError(

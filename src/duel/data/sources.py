@@ -199,9 +199,9 @@ def load(
     holds all images as one uint8 tensor, "stream" reads them when they are needed, "auto" decides by size
     (RESIDENT_BYTES).
 
-    Folders: where every image lies in a subfolder, the subfolders are the classes; otherwise there are none. train/
-    and test/ (or val/) inside the folder are the splits; without them, and for arrays without a split, a labelled
-    set is split 80 % / 20 % (fixed seed, stratified) and an unlabelled one is all training data.
+    Folders: where every image lies in one of several subfolders, these are the classes; otherwise there are none.
+    train/ and test/ (or val/) inside the folder are the splits; without them, and for arrays without a split, a
+    labelled set is split 80 % / 20 % (fixed seed, stratified) and an unlabelled one is all training data.
     """
     if split not in ("train", "test"):
         raise UserError(suggest("split", split, ("train", "test")))
