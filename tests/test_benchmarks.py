@@ -670,8 +670,12 @@ def test_lightly_s_groups_do_not_meet_our_channels_last_stem(monkeypatch):
     monkeypatch.setattr(stem.StemConv2d, "forward", stem.StemConv2d.as_product)  # as on a GPU
     (case,) = cases.chosen(peers.comparisons(batch_size=16, memory_size=8), ["MoCo, lightly"])
     peer = peer_models.PEERS[case.peer](case.config, (3, 8, 8))
-    plain = encoders.backbone(case.config.backbone, stem=case.config.stem, image_size=8)
-    assert sum(p.numel() for p in peer.backbone.parameters()) == sum(p.numel() for p in plain.parameters())
+    ours = stem.StemConv2d(3, 4, 3, stride=2, padding=1, bias=False)
+    plain = peer._plain(ours)
+    assert type(plain) is torch.nn.Conv2d
+    image = torch.rand(2, 3, 8, 8)
+    torch.testing.assert_close(plain(image), ours(image))
+    assert plain.weight is ours.weight
     peer(torch.rand(16, 3, 8, 8), torch.rand(16, 3, 8, 8)).backward()
     assert all(p.grad is not None for p in peer.backbone.parameters())
 

@@ -207,6 +207,17 @@ def test_tables_show_per_cent(result):
     assert "blob 3" in text
 
 
+def test_the_standardised_probe_minds_no_offset(sources):
+    class Shifted(Encoder):
+        def features(self, x):
+            return super().features(x) + 300.0
+
+    found = evaluate(Shifted(norm=False), *sources, settings=QUICK, **STATS)
+    plain = evaluate(Encoder(norm=False), *sources, settings=QUICK, **STATS)
+    assert found["probe"] < plain["probe"] - 0.2
+    assert found["probe_standardised"] == pytest.approx(plain["probe_standardised"], abs=0.05)
+
+
 def test_a_test_set_of_one_class_has_no_geometry_of_classes():
     train, test = Blobs(40, 0), Blobs(8, 1)
     test.labels = torch.zeros(8, dtype=torch.int64)

@@ -21,6 +21,7 @@ from duel import cli, inputs, runs
 from duel.config import TrainConfig
 from duel.data import load, statistics
 from duel.errors import UserError
+from duel.evaluation.settings import EvaluationSettings
 from duel.machine import PeakMemory
 from duel.reproduce import execute as execution
 from duel.reproduce import reproduce, runner, store
@@ -562,13 +563,12 @@ def test_another_learning_rate_is_another_run() -> None:
     assert not {run.hash for run in slow} & {run.hash for run in plain}
 
 
-def test_raw_pixels_are_measured_once(tmp_path: Path) -> None:
+def test_raw_pixels_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = measure_pixels("smoke", tmp_path, progress=False)
     assert path == tmp_path / "pixels-digits.json"
     written = path.read_text()
     found = store.pixels([tmp_path], "digits")
     assert found is not None
-    assert found["probe"] == pytest.approx(found["probe_standardised"], abs=0.1)
     assert found["protocol"]["settings"]["probe_epochs"] == SCALES["smoke"].evaluation.probe_epochs
     train, test = (load("digits", split=split) for split in ("train", "test"))
     mean, std = (torch.tensor(values)[:, None, None] for values in statistics(train))
@@ -579,6 +579,9 @@ def test_raw_pixels_are_measured_once(tmp_path: Path) -> None:
     assert json.loads(written)["data"] == "digits"
     assert measure_pixels("smoke", tmp_path, progress=False) == path
     assert path.read_text() == written
+    monkeypatch.setitem(SCALES, "smoke", dataclasses.replace(SCALES["smoke"], evaluation=EvaluationSettings(shots=2)))  # type: ignore[arg-type]
+    measure_pixels("smoke", tmp_path, progress=False)  # as another scale measures them
+    assert json.loads(path.read_text())["evaluation"]["used"]["shots"] == 2
     assert store.pixels([tmp_path], "cifar10") is None
 
 

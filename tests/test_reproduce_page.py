@@ -138,6 +138,12 @@ def test_a_probe_that_has_not_fitted_is_marked_and_not_judged_by() -> None:
     claim = "Table 2, linear probe: D-SimCLR (literal) is above SimCLR at every bias |"
     assert f"| {claim}  | – |" in text
     assert "Table 1, Top-1: D-SimCLR (literal) is above SimCLR at every bias |  | does not hold" in text
+    unfit = record("simclr-fifo", 27, 2, 0.5, evaluation={"probe_train": 0.1, "knn": 0.25})
+    listed = section(page([records[0], unfit]), "framework and controls")
+    assert "| SimCLR with a FIFO memory of 512 | ×27 | 50.00 (1) † |" in listed
+    assert "†: the probe has not fitted." in listed
+    smoke = record("simclr", 27, 0, 0.5, scale=SCALES["smoke"], evaluation={"probe_train": 0.1, "knn": 0.25})
+    assert "†" not in page([smoke])  # whose probe is cut short
     nearly = record("d-simclr-literal", 27, 2, 0.5, evaluation={"probe_train": 0.6, "knn": 0.61})
     assert "†" not in page([records[0], nearly])
 
@@ -167,6 +173,19 @@ def test_failed_runs_are_named() -> None:
     failed = store.Record(gone.path, values, gone.config, gone.hash)
     assert "since training failed: short-moco (diverged at step 7)." in page(runs(), failures=[failed])
     assert "failed:" not in page(runs())
+    assert "since training failed: short-moco" in page([], failures=[failed])
+    config = dataclasses.replace(gone.config, lr=7.0)
+    alone = store.Record(gone.path, values, config, "0")
+    text = page(runs(), failures=[alone]).split("## Scale `short`, learning rate 7: ")[1]
+    assert text.split("\n## ")[0].endswith("since training failed: short-moco (diverged at step 7).\n")
+
+
+def test_a_row_of_its_own_length_belongs_to_the_variation_that_gives_it() -> None:
+    scale = SHORT.varied(Variation(777, 0.01))
+    cut = [record(row, 27, 2, 0.5, scale=scale) for row in ("simclr", "simclr-longer")]
+    titles = re.findall(r"^## Scale (`short`.*): ", page(cut), flags=re.MULTILINE)
+    assert titles == ["`short`", "`short`, cut to 777 steps, learning rate 0.01"]
+    assert "2 runs on G, torch 2, commit 0123456. Measured" in page(cut)
 
 
 def test_doubtful_choices_of_a_memory_are_told() -> None:
@@ -262,9 +281,9 @@ def test_a_memory_with_a_slot_for_every_image_is_told() -> None:
         epochs = [step * config.stream_items / images for step in (1000, 2000)]
         return section(page([record("d-simclr-ours", data, 2, 0.5, metrics={"epoch": epochs})]), "subset")
 
-    told = "As many slots as images: D-SimCLR, ours ×27 subset (6,665 images)."
+    told = "At least as many slots as images: D-SimCLR, ours ×27 subset (6,665 images)."
     assert told in on(6665)
-    assert "As many slots" not in on(40_000)
+    assert "as many slots" not in on(40_000)
 
 
 def test_seeds_that_the_settings_were_chosen_on_are_no_evidence() -> None:
@@ -357,6 +376,21 @@ def test_figures_can_be_drawn_without_a_run(tmp_path: Path, capsys: pytest.Captu
     assert drawn(tmp_path) == ["figure-mcp", "figure1", "scores"]  # figure3 has to wait for its runs
     assert "![The score functions](figures/scores.svg)" in (tmp_path / "results.md").read_text(encoding="utf-8")
     assert "figure3" not in capsys.readouterr().out
+
+
+def test_figure3_of_the_page_is_that_of_its_scale(tmp_path: Path) -> None:
+    run = record("moco", 27, 0, 0.5, scale=SCALES["digits"], evaluation={"knn": 0.5})
+    store.write(tmp_path / "results", "digits-moco", dict(run.values) | {"config": run.config.identity()})
+    assert cli.main(["reproduce", "figures", "--scale", "digits", *_here(tmp_path)]) == 0
+    assert "figure3" not in drawn(tmp_path)
+    assert cli.main(["reproduce", "pixels", "--scale", "digits", "--dry-run", *_here(tmp_path)]) == 0
+    assert not (tmp_path / "results" / "pixels-digits.json").exists()
+    assert cli.main(["reproduce", "pixels", "--scale", "smoke", *_here(tmp_path)]) == 0
+    assert "| raw pixels, no encoder |" in (tmp_path / "results.md").read_text(encoding="utf-8")
+
+
+def _here(folder: Path) -> list[str]:
+    return ["--out", str(folder / "results"), "--docs", str(folder)]
 
 
 # The command --------------------------------------------------------------------------------------------------

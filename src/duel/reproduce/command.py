@@ -76,19 +76,27 @@ def produce(
             dry_run=dry_run,
         )
         status = 130 if done.interrupted else 0 if done.complete else 1
+    pixels = bool({"pixels", "all"} & set(what))
+    if dry_run and pixels:
+        print(f"raw pixels of {SCALES[scale].data}: seconds on a GPU, minutes on a CPU, once")
     if dry_run or status == 130:
         return 0 if dry_run else status
-    if "pixels" in what or "all" in what:
+    if pixels:
         from .pixels import measure_pixels
 
         path = measure_pixels(scale, Path(results), root=os.path.expanduser(root), download=download, device=device)
-        print(f"written: {path}")
+        print(f"raw pixels: {path}")
     figures = FIGURES if {"all", DRAWINGS} & set(what) else tuple(name for name in FIGURES if name in what)
     for path in _documents(
         figures, bool(grids) or bool({"page", "pixels", DRAWINGS} & set(what)), results, documents, scale
     ):
         print(f"written: {path}")
     return status
+
+
+def _shown(figure: str, scale: str) -> bool:
+    """Whether the page in these documents shows it, of this scale: figure3 is that of `short` there."""
+    return figure != "figure3" or scale in ("short", "smoke")
 
 
 def _documents(figures: Sequence[str], page: bool, results: str, documents: str, scale: str) -> list[Path]:
@@ -101,7 +109,7 @@ def _documents(figures: Sequence[str], page: bool, results: str, documents: str,
 
         records = list(store.load([Path(results)]).values())
         for name in figures:
-            if len(figures) > 1 and not can_be_drawn(name, records, scale):
+            if len(figures) > 1 and not (can_be_drawn(name, records, scale) and _shown(name, scale)):
                 continue  # all are asked for, and this one has to wait for its runs
             written += draw(name, Path(documents), records, scale=scale)
     return [*written, write_page([Path(results)], Path(documents))] if page else written

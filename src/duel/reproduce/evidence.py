@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..evaluation.settings import DEFAULTS
 from .fingerprint import fingerprint
 from .plan import DRAWN, GRIDS, OWN, SCALES, TUNING, Data, Scale, Variation, plan_run
 from .rows import ROWS
@@ -69,9 +70,8 @@ class Evidence:
         return sorted(self._runs.get(self.hash(row, data), []), key=lambda record: record.seed)
 
     def figures(self, row: str, data: Data, measure: str) -> dict[int, float]:
-        """Seed -> per cent; without linear probes that have not fitted, which say nothing of the features."""
-        counted = [record for record in self.runs(row, data) if measure != "probe" or record.fitted]
-        return _per_cent(counted, measure)
+        """Seed -> per cent; without linear probes that have not fitted, which say little of the features."""
+        return _per_cent([r for r in self.runs(row, data) if measure != "probe" or self._fitted(r)], measure)
 
     def summary(self, row: str, data: Data, measure: str) -> Summary | None:
         """Of all runs."""
@@ -79,7 +79,11 @@ class Evidence:
 
     def fitted(self, row: str, data: Data) -> bool:
         """Whether the linear probes of all runs have."""
-        return all(record.fitted for record in self.runs(row, data))
+        return all(map(self._fitted, self.runs(row, data)))
+
+    def _fitted(self, record: Record) -> bool:
+        """A probe that the scale cuts short is not expected to."""
+        return record.fitted or self.scale.evaluation.probe_epochs < DEFAULTS.probe_epochs
 
     def gains(self, row: str, data: Data, measure: str) -> dict[int, float]:
         """Seed -> difference to the plain row on the same data, in points."""
@@ -177,18 +181,24 @@ def shown(evidence: Evidence, tuning: Evidence) -> list[Record]:
 
 def variations(records: Iterable[Record], scale: str) -> list[Variation]:
     """The scale as it is, then every variation of it that has been run, the longest first."""
-    others = {variation_of(record) for record in records if record.scale == scale} - {OWN}
+    others = {variation_of(record) for record in records if record.scale == scale and not record.own_length} - {OWN}
     return [OWN, *sorted(others, key=lambda other: (-(other.steps or math.inf), other.lr or 0.0))]
 
 
 def variation_of(record: Record) -> Variation:
-    """What of a run is not as its scale has it, for rows that there are."""
+    """What of a run is not as its scale has it, for rows that there are and have the scale's length."""
     row = ROWS.get(record.values["row"])
     if row is None:
         return OWN
-    scale, config = SCALES[record.scale], record.config
-    own = plan_run(row, BALANCED, scale, 0, {}).config
-    return Variation(
-        None if record.own_length or config.steps == own.steps else config.steps,
-        None if config.lr == own.lr else config.lr,
-    )
+    own = plan_run(row, BALANCED, SCALES[record.scale], 0, {}).config
+    mine = {name: getattr(record.config, name) for name in ("steps", "lr")}
+    return Variation(**{name: value for name, value in mine.items() if value != getattr(own, name)})
+
+
+def is_of(record: Record, variation: Variation) -> bool:
+    """Whether a run is of this variation of its scale; one of a row with a length of its own has that of its row."""
+    row = ROWS.get(record.values["row"])
+    if row is None:
+        return variation == OWN
+    planned = plan_run(row, BALANCED, SCALES[record.scale].varied(variation), 0, {}).config
+    return (record.config.steps, record.config.lr) == (planned.steps, planned.lr)

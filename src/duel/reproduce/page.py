@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoint import atomic
 from ..errors import UserError
 from . import claims, goals, store, tables, theorems
-from .evidence import MEASURES, Evidence, shown, variation_of, variations
+from .evidence import MEASURES, Evidence, is_of, shown, variations
 from .paper import below_previous
 from .plan import DRAWN, GRIDS, OWN, SCALES, TUNING, Variation
 from .store import Record
@@ -146,10 +146,11 @@ def page(
     sections = []
     for name in ("short", "paper", "digits", "smoke"):
         mine = [record for record in found if record.scale == name]
-        if mine or name in ("short", "paper"):
-            gone = [record for record in failed if record.scale == name]
+        gone = [record for record in failed if record.scale == name]
+        if mine or gone or name in ("short", "paper"):
             beside = {"costs": costs if name == "paper" else None, "pixels": (pixels or {}).get(SCALES[name].data)}
-            sections += [_section(name, variation, mine, gone, **beside) for variation in variations(mine, name)]
+            each = variations([*mine, *gone], name)
+            sections += [_section(name, variation, mine, gone, **beside) for variation in each]
     theory = _theory(figures, (pixels or {}).get(SCALES["paper"].data))
     parts = [HEAD, _summary([section for section in sections if section.own]), WORDS, *theory]
     for section in sections:
@@ -178,8 +179,8 @@ def _section(
         variation,
         evidence,
         Evidence(records, SCALES[name], variation, tuning=True),
-        sum(variation_of(record) == variation for record in records),
-        [record for record in failed if variation_of(record) == variation],
+        sum(is_of(record, variation) for record in records),
+        [record for record in failed if is_of(record, variation)],
         {title: {claim.text: claim.judge(evidence) for claim in block} for title, block in wanted.items()},
     )
 
@@ -222,7 +223,9 @@ def _scale(section: Section, figures: Collection[str]) -> Iterator[str]:
     scale = evidence.scale
     yield f"## Scale {section.title}: recipe `{scale.recipe}` on {scale.data}, {evidence.steps:,} steps"
     if not section.runs:
-        yield f"Not run. `duel reproduce all --scale {name}` runs it."
+        yield f"Not run. `duel reproduce all --scale {name}` runs it." if section.own else "No run is finished."
+        if section.failed:
+            yield _failures(section)
         known = {t: v for block in section.blocks.values() for t, v in block.items() if v.measured}
         if known:
             yield _verdicts(known)
@@ -280,12 +283,13 @@ def _origin(section: Section) -> str:
         f"{', '.join(commits)}"
         + (f"; {rest} more, of settings that no row has any more, are not shown" if rest else "")
         + ". Measured differences of a claim are in points and paired by seed; above zero is as claimed."
-        + (f" In no table, since training failed: {'; '.join(map(_failed, section.failed))}." if section.failed else "")
+        + (f" {_failures(section)}" if section.failed else "")
     )
 
 
-def _failed(record: Record) -> str:
-    return f"{record.values['name']} ({record.failed})"
+def _failures(section: Section) -> str:
+    named = (f"{record.values['name']} ({record.failed})" for record in section.failed)
+    return f"In no table, since training failed: {'; '.join(named)}."
 
 
 def _picture(name: str, words: str) -> str:

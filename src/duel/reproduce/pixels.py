@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ def measure_pixels(
     device: str = "auto",
     progress: bool = True,
 ) -> Path:
-    """Measure the raw images of a scale's data as encoders are measured there, unless the file is there already."""
+    """Measure the raw images of a scale's data as encoders are measured there, unless the file has just that."""
     data, settings = SCALES[scale].data, SCALES[scale].evaluation
     path = results / store.PIXELS.format(data)
-    if path.exists():
+    there = store.pixels([results], data)
+    if there is not None and there["protocol"]["settings"] == dataclasses.asdict(settings):
         return path
     config = TrainConfig(data=data, root=root, download=download)
     train, test = (load_split(config, split) for split in ("train", "test"))

@@ -19,9 +19,10 @@ NONE = "–"
 _PAPER_TABLE = {"probe": "probe", "top1_test_to_test": "top1", "top10_test_to_test": "top10"}
 _NEIGHBOURS = {"top1_test_to_train": "top1", "top10_test_to_train": "top10"}
 """The paper does not say where its neighbours come from."""
+UNFITTED = " †"
 UNFIT = (
     "†: the probe has not fitted. It is right about its own training images less often than k-NN about test images and "
-    "says nothing of the features; no claim is judged by it."
+    "says little of the features; no claim is judged by it."
 )
 _FEW = 4
 
@@ -41,18 +42,17 @@ def by_bias(evidence: Evidence, grid: str, measure: str) -> str:
             table = _PAPER_TABLE.get(measure)
             theirs = figure(table, ROWS[name].paper, data.bias) if table else None
             known = "" if theirs is None or evidence.scale.data != "cifar10" else f"; paper {theirs:.2f}"
-            unfit = " †" * (measure == "probe" and not evidence.fitted(name, data))
-            cells.append(_mean(evidence.summary(name, data, measure)) + unfit + known)
+            cells.append(_measured(evidence, name, data, measure) + known)
         lines.append((ROWS[name].label, *cells, *_budget(evidence, name, DRAWN)))
     table = markdown(heads, lines)
-    return f"{table}\n\n{UNFIT}" if any(" †" in cell for line in lines for cell in line) else table
+    return f"{table}\n\n{UNFIT}" if any(UNFITTED in cell for line in lines for cell in line) else table
 
 
 def _pixels(evidence: Evidence, measure: str) -> list[tuple[str, ...]]:
     """A line for what the images give without an encoder, where that has been measured. No bias reaches it."""
     if evidence.pixels is None or measure not in evidence.pixels:
         return []
-    unfit = " †" * (measure == "probe" and not has_fitted(evidence.pixels))
+    unfit = UNFITTED * (measure == "probe" and not has_fitted(evidence.pixels))
     cells = [f"{100 * evidence.pixels[measure]:.2f}{unfit}"] * len(DRAWN)
     return [("raw pixels, no encoder", *cells, NONE, NONE, NONE)]
 
@@ -127,7 +127,7 @@ def listing(evidence: Evidence, grids: Sequence[str], scale: str) -> str:
     lines = []
     for name, data in run:
         entropy = summary(list(evidence.last(name, data, "memory_entropy").values()))
-        rates = [_mean(evidence.summary(name, data, m)) for m in ("probe", "top1_test_to_train", "few_shot")]
+        rates = [_measured(evidence, name, data, m) for m in ("probe", "top1_test_to_train", "few_shot")]
         if beside:
             rates.insert(1, _paper_probe(name, data))
         lines.append(
@@ -142,7 +142,12 @@ def listing(evidence: Evidence, grids: Sequence[str], scale: str) -> str:
         )
     asked = [pair for pair in pairs.values() if pair in wanted]
     missing = [pair for pair in asked if pair not in run]
-    notes = (_not_run(missing, len(asked), grids, scale), _slot_each(evidence, run), _in_doubt(evidence, run))
+    notes = (
+        UNFIT if any(UNFITTED in line[2] for line in lines) else "",
+        _not_run(missing, len(asked), grids, scale),
+        _slot_each(evidence, run),
+        _in_doubt(evidence, run),
+    )
     return "\n\n".join([markdown(heads, lines), *(note for note in notes if note)])
 
 
@@ -192,7 +197,7 @@ def _slot_each(evidence: Evidence, run: Sequence[tuple[str, Data]]) -> str:
         config, images = evidence.runs(name, data)[0].config, evidence.images(name, data)
         if config.source == "memory" and images is not None and config.memory_size >= images:
             found.append(f"{ROWS[name].label} {words(data)} ({images:,} images)")
-    return f"As many slots as images: {'; '.join(found)}." if found else ""
+    return f"At least as many slots as images: {'; '.join(found)}." if found else ""
 
 
 def course(evidence: Evidence, grid: str) -> str:
@@ -228,6 +233,11 @@ def _budget(evidence: Evidence, row: str, data: Sequence[Data]) -> tuple[str, st
 def words(data: Data) -> str:
     tail = {"longtail": "long tail "}.get(data.kind, "×") + f"{data.bias:g}"
     return tail + (" subset" if data.mode == "subset" else "")
+
+
+def _measured(evidence: Evidence, row: str, data: Data, measure: str) -> str:
+    unfitted = measure == "probe" and not evidence.fitted(row, data)
+    return _mean(evidence.summary(row, data, measure)) + UNFITTED * unfitted
 
 
 def _mean(found: Summary | None) -> str:
