@@ -308,6 +308,22 @@ def one_class(count: int, classes: int) -> str:
     return "one.npz"
 
 
+def test_images_must_be_squares_of_one_size() -> None:
+    def pictures(count: int, height: int, width: int) -> Any:
+        return np.random.default_rng(0).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+
+    np.savez("wide.npz", images=pictures(60, 8, 12), labels=np.arange(60) % 2)
+    with pytest.raises(UserError, match="has images of 8 × 12 pixels, not square ones; give an image_size"):
+        go(small(data="wide.npz", bias=1.0))
+    y = np.arange(60) % 2
+    np.savez("two.npz", x_train=pictures(60, 8, 8), y_train=y, x_test=pictures(60, 10, 10), y_test=y)
+    with pytest.raises(UserError, match="test images of 10 × 10 pixels, not those of the training images, 8 × 8"):
+        go(small(data="two.npz", bias=1.0, knn_every=2))
+    for data in ("wide.npz", "two.npz"):
+        result = go(small(data=data, bias=1.0, knn_every=2, image_size=8, steps=2, out=data.removesuffix(".npz")))
+        assert evaluate(result.run_dir, settings=EvaluationSettings(probe_epochs=1))["images"]["test"] > 1
+
+
 @pytest.mark.parametrize("classes", [1, 2])
 def test_data_that_cannot_be_measured_on_are_trained_on(classes: int) -> None:
     result = go(small("d-simclr", data=one_class(60, classes), bias=1.0, knn_every=2, steps=4))

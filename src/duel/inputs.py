@@ -44,6 +44,7 @@ class Inputs:
     @classmethod
     def load(cls, config: TrainConfig, device: torch.device, *, test: bool) -> Inputs:
         train = load_split(config, "train")
+        _check_size(config.data, "images", train)
         biased = config.bias_kind == "weights" or config.bias != 1
         ids = weights = None
         if biased:
@@ -62,6 +63,8 @@ class Inputs:
         held = load_split(config, "test") if test and _tells_classes(train) else None
         if held is not None and len(held) < 2:
             held = None  # nothing to measure
+        if held is not None:
+            _check_size(config.data, "test images", held, train.shape[-1])
         return cls(_to(train, device), held and _to(held, device), stats, ids, weights)
 
     @property
@@ -135,6 +138,16 @@ def keep_sources() -> Iterator[None]:
         yield
     finally:
         _kept = before
+
+
+def _check_size(data: str, what: str, source: Source, side: int | None = None) -> None:
+    """That its images are squares, of this side."""
+    height, width = source.shape[1:]
+    if height != width or width != (side or width):
+        wanted = "square ones" if side is None else f"those of the training images, {side} × {side}"
+        raise UserError(
+            f"{data!r} has {what} of {height} × {width} pixels, not {wanted}; give an image_size to resize all to"
+        )
 
 
 def _tells_classes(source: Source) -> bool:
