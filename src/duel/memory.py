@@ -12,7 +12,6 @@ from duel import policies
 from duel.checks import PayloadSpec, acceptable_rows, check_payload, check_rows, check_tensor
 from duel.errors import UserError
 from duel.hashing import uniform
-from duel.policies.simple import Drawing
 from duel.replacement import expected_duplicates
 from duel.replacement.units import widened
 from duel.slots import turns
@@ -348,24 +347,23 @@ class WorkingMemory(Storage):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Refuses a state of another memory before anything is changed, also where the memory is part of a model."""
-        extra = f"{prefix}policy._extra_state"
-        if isinstance(self.policy, Drawing) and f"{prefix}policy.arrived" in state_dict:
-            state_dict.setdefault(extra, self.policy.get_extra_state())  # an older version did not save its seed
         given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        vectors, extra = given.get("_embeddings" if self._compared is None else "_compared"), "policy._extra_state"
+        recast = vectors is not None and vectors.dtype != self.compared.dtype
+        state = self.policy.state_of(given.get(extra), recast=recast) if given else None
+        if state is not None:
+            state_dict[prefix + extra] = given[extra] = state
         if given or not prefix:  # nothing at all: a model that had no memory yet, which strict=False allows
             self._check_state(given)
-        if "policy._extra_state" in given:
-            self.policy.check_state(given["policy._extra_state"])
+        if state is not None:
+            self.policy.check_state(state)
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
-        saved = given.get("_embeddings" if self._compared is None else "_compared")
-        if saved is not None and saved.dtype != self.compared.dtype and isinstance(self.policy, policies.Duel):
-            state_dict[extra] = {**state_dict[extra], "counted": False}  # N was that of other vectors
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = self.compared.dtype
         super()._apply(fn, recurse)
-        if self.compared.dtype != before and isinstance(self.policy, policies.Duel):
-            self.policy.count_anew()
+        if self.compared.dtype != before:
+            self.policy.recast()
         return self
 
     def extra_repr(self) -> str:

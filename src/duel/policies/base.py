@@ -61,6 +61,13 @@ class Policy(nn.Module):
             if name not in self._non_persistent_buffers_set:
                 buffer.zero_()
 
+    def recast(self) -> None:
+        """The vectors that are compared have another dtype now, and are rounded otherwise."""
+
+    def state_of(self, saved: Any, *, recast: bool) -> Any:
+        """A saved extra state, None if there was none, as this policy takes it. recast: of vectors of another dtype."""
+        return saved
+
     def check_state(self, state: Any) -> None:
         """Raise if `state`, what `get_extra_state` gave, is not one that this policy can go on from."""
 

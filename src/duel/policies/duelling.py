@@ -69,6 +69,9 @@ class Duel(Policy):
     def get_extra_state(self) -> dict[str, Any]:
         return {"counted": self._counted, "score": self._score.name, "exponent": exponent(len(self.duplicates))}
 
+    def state_of(self, saved: Any, *, recast: bool) -> Any:
+        return {**saved, "counted": False} if recast and isinstance(saved, dict) else saved
+
     def check_state(self, state: Any) -> None:
         if not isinstance(state, dict) or not {"counted", "score"} <= state.keys():
             raise UserError("state_dict holds no state of a Duel policy")
@@ -93,10 +96,9 @@ class Duel(Policy):
 
     def restart(self) -> None:
         super().restart()
-        self.count_anew()
+        self._counted, self._pairs = False, None
 
-    def count_anew(self) -> None:
-        """What is compared has changed unseen: N is counted from all of it when it is next asked for."""
+    def recast(self) -> None:
         self._counted, self._pairs = False, None
 
     def ready(self, memory: WorkingMemory) -> None:

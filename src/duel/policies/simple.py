@@ -32,7 +32,7 @@ class Fifo(Policy):
         return torch.where(present, slots, -1)
 
 
-class Drawing(Policy):
+class _Drawing(Policy):
     """A policy that draws at random: the same draws on every device, and after save and load."""
 
     arrived: Tensor
@@ -44,6 +44,9 @@ class Drawing(Policy):
 
     def get_extra_state(self) -> dict[str, int]:
         return {"seed": self.seed}
+
+    def state_of(self, saved: Any, *, recast: bool) -> Any:
+        return self.get_extra_state() if saved is None else saved  # an older version did not save its seed
 
     def check_state(self, state: Any) -> None:
         if not isinstance(state, dict) or "seed" not in state:
@@ -60,7 +63,7 @@ class Drawing(Policy):
         return number, uniform(self.seed, number)
 
 
-class Random(Drawing):
+class Random(_Drawing):
     """Any slot, each with the same probability."""
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ class Random(Drawing):
         return (draw * memory.size).long()
 
 
-class Reservoir(Drawing):
+class Reservoir(_Drawing):
     """A uniform sample of everything seen so far (Vitter 1985, algorithm R)."""
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
