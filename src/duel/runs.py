@@ -25,7 +25,7 @@ from typing import Any
 from . import checkpoint
 from .checkpoint import atomic
 from .config import TrainConfig
-from .errors import UserError
+from .errors import UserError, writing
 
 CONFIG, META, METRICS, SUBSET, EVALUATION = "config.json", "run.json", "metrics.csv", "subset.npy", "evaluation.json"
 MEMORY, EVALUATION_OF_OTHERS = "memory.csv", f"evaluation-*-{'[0-9a-f]' * 8}.json"
@@ -114,11 +114,8 @@ def _anew(run: Path) -> str:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    try:
-        with atomic(path) as partial:
-            partial.write_text(json.dumps(values, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}; make room or give another --out") from error
+    with writing(path, "make room or give another --out"), atomic(path) as partial:
+        partial.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def read_meta(run: Path) -> dict[str, Any]:

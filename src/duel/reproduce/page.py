@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import atomic
-from ..errors import UserError
+from ..errors import writing
 from . import claims, goals, store, tables, theorems
 from .evidence import MEASURES, Evidence, is_of, shown, variations
 from .paper import below_previous
@@ -111,12 +111,11 @@ class Section:
 def write_page(results: Sequence[Path], docs: Path) -> Path:
     """Write `docs`/results.md from these result folders."""
     path = docs / PAGE
-    try:
+    text = page_of(results, docs)
+    with writing(path, "give another folder with --docs"):
         docs.mkdir(parents=True, exist_ok=True)
         with atomic(path) as partial:
-            partial.write_text(page_of(results, docs), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}; give another folder with --docs") from error
+            partial.write_text(text, encoding="utf-8")
     return path
 
 

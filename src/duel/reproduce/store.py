@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint import atomic
 from ..config import TrainConfig
-from ..errors import UserError
+from ..errors import UserError, writing
 from ..evaluation.report import has_fitted
 from .fingerprint import fingerprint
 from .rows import ROWS
@@ -225,12 +225,10 @@ def _short(value: float | None) -> float | None:
 def write_whole(path: Path, values: Mapping[str, Any]) -> None:
     """One line for each part, so that files stay small and differences readable; the whole file or none."""
     parts = [f"{json.dumps(k)}: {json.dumps(_finite(v), ensure_ascii=False)}" for k, v in values.items()]
-    try:
+    with writing(path, "make room or give another --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic(path) as partial:
             partial.write_text("{\n " + ",\n ".join(parts) + "\n}\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}; make room or give another --out") from error
 
 
 def _finite(value: Any) -> Any:
