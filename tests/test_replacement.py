@@ -100,6 +100,20 @@ def test_narrow_dtypes_err_by_no_more_than_their_rounding(engine, dtype, pool, s
     assert drift <= 2 * rounding(memory, score)
 
 
+def overlooked_by(monkeypatch):
+    """How many slots the dense engine finds in each round that it should have simulated as well."""
+    found, original = [], dense.Batch._overlooked
+
+    def overlooked(batch):
+        slots = original(batch)
+        assert not set(slots.tolist()) & set(batch.candidates.tolist())
+        found.append(slots.numel())
+        return slots
+
+    monkeypatch.setattr(dense.Batch, "_overlooked", overlooked)
+    return found
+
+
 @pytest.mark.parametrize("admit", ["always", "compete"])
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("kind", ["isotropic", "clusters", "lattice"])
@@ -108,19 +122,14 @@ def test_pruned_simulation_is_exact_on_larger_memories(monkeypatch, kind, score,
     memory, incoming = hostile(kind, 300, 16, 3, torch.float64), hostile(kind, 64, 16, 4, torch.float64)
     want = replace(memory, incoming, score=score, admit=admit, engine="reference")
     monkeypatch.setattr(dense, "WHOLE", 1)
-    rounds = []
-    original = dense.Batch
-
-    class Narrow(original):
-        def __init__(self, memory, incoming, total, score, admit, e, width, pairs):
-            rounds.append(1)
-            super().__init__(memory, incoming, total, score, admit, e, max(2, width // 64), pairs)
-
-    monkeypatch.setattr(dense, "Batch", Narrow)
+    monkeypatch.setattr(dense, "width", lambda newcomers: 8)
+    monkeypatch.setattr(dense, "COLUMNS", 100)
+    found = overlooked_by(monkeypatch)
     got = replace(memory, incoming, score=score, admit=admit, engine="dense")
     assert got.slots.tolist() == want.slots.tolist()
     assert (got.duplicates - want.duplicates).abs().max() <= rounding(memory, score)
-    assert len(rounds) > 1  # eight candidates are too few: it must have noticed
+    assert found[0] > 0  # eight candidates are too few: it must have noticed
+    assert found[-1] == 0
 
 
 @pytest.mark.parametrize("admit", ["always", "compete"])
@@ -155,25 +164,21 @@ def test_items_that_are_all_alike_are_no_mistakes(monkeypatch, engine, admit):
     item = isotropic(1, 16, 0)
     memory, incoming = item.expand(90, 16).contiguous(), item.expand(12, 16).contiguous()
     want = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine="reference")
-    verified, literal = dense.Batch.verified, fused._Launch._go_on
-
-    def all_verified(batch):
-        assert verified(batch) == 12
-        return 12
+    literal = fused._Launch._go_on
 
     def nothing_to_mend(launch, seen, lost, total, inside, simulation):
         assert int(simulation.first_wrong) == 12
         literal(launch, seen, lost, total, inside, simulation)
 
-    init = dense.Batch.__init__
     for module in (dense, fused):
         monkeypatch.setattr(module, "WHOLE", 1)
     monkeypatch.setattr(fused, "CANDIDATES", 16)
-    monkeypatch.setattr(dense.Batch, "__init__", lambda self, *args: init(self, *args[:-1], 16))
-    monkeypatch.setattr(dense.Batch, "verified", all_verified)
+    monkeypatch.setattr(dense, "width", lambda newcomers: 16)
+    found = overlooked_by(monkeypatch)
     monkeypatch.setattr(fused._Launch, "_go_on", nothing_to_mend)
     got = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine=engine)
     assert got.slots.tolist() == want.slots.tolist()
+    assert found == ([0] if engine == "dense" else [])
 
 
 def test_candidates_are_the_most_duplicated_now_and_those_that_may_become_so():

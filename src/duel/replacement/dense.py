@@ -8,6 +8,7 @@ in after the other on all slots (`_column_by_column`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ BLOCK = 512
 WHOLE = 8192
 #: How many rows of h are computed when one is missing: the most duplicated residents are the likeliest to leave next.
 FETCH = 48
+#: Slots at a time in which the verification looks, so that what it looks at stays in the cache.
+COLUMNS = 8192
 
 
 def replace_dense(
@@ -40,9 +43,9 @@ def replace_dense(
     if memory.device.type != "cpu":
         return _column_by_column(memory, incoming, total, score, admit, e, skip)
     if skip is None or not bool(skip.any()):
-        return _in_rounds(memory, incoming, total, score, admit, e, pairs)
+        return _in_blocks(memory, incoming, total, score, admit, e, pairs)
     slots = torch.full(skip.shape, -1)
-    slots[~skip], total = _in_rounds(memory, incoming[~skip], total, score, admit, e, pairs)
+    slots[~skip], total = _in_blocks(memory, incoming[~skip], total, score, admit, e, pairs)
     return slots, total
 
 
@@ -70,104 +73,115 @@ def _column_by_column(
     return slots, total
 
 
-def _in_rounds(
+def _in_blocks(
     memory: Tensor, incoming: Tensor, total: Tensor, score: Score, admit: str, e: int, pairs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A block after the other: simulate and verify, and go on from the first mistake if there was one."""
+    """A block of newcomers after the other."""
     chosen: list[Tensor] = []
-    done, width = 0, 0
-    while done < incoming.shape[0]:
-        block = incoming[done : done + BLOCK]
-        width = width or max(512, 3 * block.shape[0])
-        batch = Batch(memory, block, total, score, admit, e, width, pairs)
-        accepted = batch.verified()
-        slots, total = batch.accept(accepted)
+    for done in range(0, incoming.shape[0], BLOCK):
+        batch = Batch(memory, incoming[done : done + BLOCK], total, score, admit, e, pairs)
+        slots, total = batch.slots(), batch.total_after()
         chosen.append(slots)
-        done += accepted
-        # a second round is rare, and a wider one is sure to get further
-        width = 2 * width if accepted < block.shape[0] else 0
-        if done < incoming.shape[0]:
+        if done + BLOCK < incoming.shape[0]:
             memory, pairs = batch.memory_after(), None
     if len(chosen) == 1:
         return chosen[0], total
     return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64), total
 
 
+def width(newcomers: int) -> int:
+    """How many slots of a large memory are simulated at first."""
+    return max(512, 3 * newcomers)
+
+
 class Batch:
-    """One round of simulate-and-verify: newcomers (B, d) against the best `width` of K slots, or all of a small memory.
+    """Newcomers (B, d) simulated against the likeliest of K slots, or against all of a small memory.
 
     An *item* is a newcomer (0..B-1) or a candidate resident (B..B+m-1, in the order of their slots). Every item that
     has not left, admitted or not, has a running N against the memory as it is: exchanging item e for newcomer b is
     `N += h[b] - h[e]` for all items at once, with a zero where a newcomer meets itself. Rows of h are needed for
     newcomers and for residents that leave: of a small memory all are computed together, or given (pairs); of others
     those of the likeliest, and more when they are missing.
+
+    Of a large memory all other slots are then looked at: any whose N was the largest when a newcomer came joins the
+    candidates, and the simulation is repeated. The first newcomer that was placed wrongly is placed rightly by that,
+    so that it ends; it is seldom needed at all, and more than once hardly ever.
     """
 
     def __init__(
-        self,
-        memory: Tensor,
-        incoming: Tensor,
-        total: Tensor,
-        score: Score,
-        admit: str,
-        e: int,
-        width: int,
-        pairs: Tensor | None,
+        self, memory: Tensor, incoming: Tensor, total: Tensor, score: Score, admit: str, e: int, pairs: Tensor | None
     ) -> None:
         self.memory, self.incoming, self.total, self.score, self.e = memory, incoming, total, score, e
         self.compete = admit == "compete"
-        size, count = memory.shape[0], incoming.shape[0]
-        self.whole = size <= max(WHOLE, width)
-        if not self.whole:
-            self.seen = units(score, incoming, memory, e)  # (B, K)
-            # within a batch slot j never exceeds N(j) + Σ_b h(z_j · z_b)
-            self.bound = total + _sum(self.seen, 0)
-            self.candidates, _ = likeliest(total, self.bound, width)
-            memory, total = memory[self.candidates], total[self.candidates]
-        self.items = torch.cat([incoming, memory])
-        # float64 like N: to add a row of another dtype takes twice as long
-        h = units(score, incoming, self.items, e).fill_diagonal_(0.0).double()
-        self.newcomers = h.numpy()  # rows of h
         self.pairs: Any = None
-        if self.whole and size <= min(PAIRS, 2 * count):  # given or not, so that the same products decide
-            self.pairs = (pair_units(score, memory, e) if pairs is None else pairs).numpy()
-        else:
+        size, count = memory.shape[0], incoming.shape[0]
+        self.whole = size <= max(WHOLE, width(count))
+        if self.whole:
+            # float64 like N: to add a row of another dtype takes twice as long
+            h = units(score, incoming, torch.cat([incoming, memory]), e).fill_diagonal_(0.0).double()
+            if size <= min(PAIRS, 2 * count):  # given or not, so that the same products decide
+                self.pairs = (pair_units(score, memory, e) if pairs is None else pairs).numpy()
+            self._simulate(h, h[:, count:].sum(1), memory, total)
+            return
+        self.seen = units(score, incoming, memory, e)  # (B, K)
+        # within a batch slot j never exceeds N(j) + Σ_b h(z_j · z_b)
+        self.bound = total + _sum(self.seen, 0)
+        own, arriving = pair_units(score, incoming, e), _sum(self.seen, 1)
+        self.candidates, _ = likeliest(total, self.bound, width(count))
+        known: dict[int, Tensor] = {}
+        while True:
+            chosen = self.candidates
+            h = torch.cat([own, self.seen[:, chosen]], 1).double()
+            self._simulate(h, arriving, memory[chosen], total[chosen])
+            self.lost = self._lost(known)
+            overlooked = self._overlooked()
+            if not overlooked.numel():
+                return
+            known = {slot: self.lost[b] for b, slot in self._residents_that_left().items()}
+            self.candidates = torch.cat([chosen, overlooked]).sort().values
+
+    def _simulate(self, h: Tensor, arriving: Tensor, residents: Tensor, total: Tensor) -> None:
+        """The policy on candidates and newcomers alone.
+
+        h: (B, B + m) of newcomers and all items. arriving: N of the newcomers. total: of the candidates.
+        """
+        self.newcomers, self.residents = h.numpy(), residents
+        if self.pairs is None:
             # resident -> (rows of h against all residents, number of its own)
             self.leaving: dict[int, tuple[Any, int]] = {}
-            self.known = np.zeros(self.items.shape[0], bool)  # items that have a row
-            self.known[:count] = True
-        own = h[:, count:].sum(1) if self.whole else _sum(self.seen, 1)  # N of the newcomers
-        self.start = torch.cat([own, total]).numpy()
-        self._simulate(count)
+            self.known = np.zeros(h.shape[1], bool)  # items that have a row
+            self.known[: h.shape[0]] = True
+        self._exchange(torch.cat([arriving, total]).numpy())
 
     def _row(self, gone: int, values: Any, occupant: Any) -> Any:
         """h of resident `gone` against all residents, (m,). values: N of the occupants, the items in the slots."""
+        count = self.incoming.shape[0]
         if self.pairs is not None:
-            return self.pairs[gone - self.incoming.shape[0]]
+            return self.pairs[gone - count]
         if gone not in self.leaving:
             values[self.known[occupant]] = -math.inf
             values[occupant == gone] = math.inf  # it must be among them, however many tie with it
-            likely = values.argsort()[-FETCH if self.leaving else -self.incoming.shape[0] :]
+            likely = values.argsort()[-FETCH if self.leaving else -count :]
             self._fetch(occupant[likely[values[likely] > -math.inf]])
         rows, i = self.leaving[gone]
         return rows[i]
 
     def _fetch(self, items: Any) -> None:
         """Compute the rows of h of these residents."""
-        residents = self.items[self.incoming.shape[0] :]
-        rows = units(self.score, self.items.index_select(0, torch.from_numpy(items)), residents, self.e).numpy()
-        self.leaving.update({item: (rows, i) for i, item in enumerate(items.tolist())})
+        rows = self.residents.index_select(0, torch.from_numpy(items - self.incoming.shape[0]))
+        h = units(self.score, rows, self.residents, self.e).numpy()
+        self.leaving.update({item: (h, i) for i, item in enumerate(items.tolist())})
         self.known[items] = True
 
-    def _simulate(self, count: int) -> None:
-        """The policy on candidates and newcomers alone, for the first `count` newcomers."""
+    def _exchange(self, n: Any) -> None:
+        """One newcomer after the other. n: N of all items at first, overwritten."""
         # NumPy's calls cost a fifth of torch's on vectors this short
-        h, n, compete = self.newcomers, self.start.copy(), self.compete
+        h, compete = self.newcomers, self.compete
         newcomers = len(h)
         arriving, residents = n[:newcomers], n[newcomers:]
         occupant = np.arange(newcomers, n.size)  # the item that each candidate's slot holds
         position, evicted, level = [], [], []  # for each newcomer: whose place it took, which item left, its N then
-        for b in range(count):
+        for b in range(newcomers):
             values = n[occupant]
             if compete:
                 values += h[b, occupant]
@@ -191,50 +205,71 @@ class Batch:
         self.running, self.occupant = n, occupant
         self.position, self.evicted, self.level = np.array(position, np.int64), evicted, level
 
-    def verified(self) -> int:
-        """How many newcomers were placed exactly as the full memory would have placed them."""
-        if self.whole:
-            return self.incoming.shape[0]
-        self.lost, level = self._lost(), torch.tensor(self.level, dtype=torch.float64)
-        rest = torch.ones(self.memory.shape[0], dtype=torch.bool)
-        rest[self.candidates] = False
-        rest = (rest & (self.bound >= level.min())).nonzero()[:, 0]
-        if not rest.numel():
-            return self.incoming.shape[0]
-        seen = self.seen[:, rest].double()
-        change = seen - self.lost[:, rest]
-        before = change.cumsum(0).sub_(change).add_(self.total[rest])  # N of slot j when newcomer b arrives: (B, n)
-        if self.compete:
-            before += seen
-        level, taken = level[:, None], self._slots(turned_away=self.memory.shape[0])[:, None]
-        wrong = (before > level) | ((before == level) & (rest < taken))
-        first = wrong.any(1).nonzero()
-        return int(first[0]) if first.numel() else self.incoming.shape[0]
-
-    def _lost(self) -> Tensor:
-        """What every slot saw of the item that left for newcomer b: (B, K)."""
+    def _lost(self, known: dict[int, Tensor]) -> Tensor:
+        """What every slot saw of the item that left for newcomer b: (B, K). known: rows of residents, by slot."""
         evicted, count = torch.tensor(self.evicted), self.incoming.shape[0]
-        resident = evicted >= count
         lost = self.seen[evicted.clamp(max=count - 1)]  # a newcomer that left again, or was turned away
-        lost[resident] = units(self.score, self.items[evicted[resident]], self.memory, self.e)
+        residents = self._residents_that_left()
+        for b, slot in residents.items():
+            if slot in known:
+                lost[b] = known[slot]
+        new = {b: slot for b, slot in residents.items() if slot not in known}
+        lost[list(new)] = units(self.score, self.memory[list(new.values())], self.memory, self.e)
         return lost
 
-    def _slots(self, turned_away: int) -> Tensor:
+    def _residents_that_left(self) -> dict[int, int]:
+        """The slot of the resident that left for newcomer b, by b; not of a newcomer that left again."""
+        count, slots = self.incoming.shape[0], self.candidates.tolist()
+        return {b: slots[item - count] for b, item in enumerate(self.evicted) if item >= count}
+
+    def _overlooked(self) -> Tensor:
+        """Slots beside the candidates that should have left for a newcomer, and some that nearly had to; int64 (n,)."""
+        level, taken = np.array(self.level), self._named(turned_away=self.memory.shape[0]).numpy()
+        beside = self.bound.numpy() >= level.min()
+        beside[self.candidates.numpy()] = False
+        (slots,) = beside.nonzero()
+        lead = np.full(slots.size, -math.inf)  # by how much each was ever above the item that left
+        for first in range(0, slots.size, COLUMNS):
+            part = lead[first : first + COLUMNS]
+            for b, n in enumerate(self._running(slots[first : first + COLUMNS])):
+                np.maximum(part, n - level[b], out=part)
+        near = slots[lead >= 0]  # few: only of these it matters who is first of equals
+        wrong = np.zeros(near.size, bool)
+        if near.size:
+            for b, n in enumerate(self._running(near)):
+                wrong |= (n > level[b]) | ((n == level[b]) & (near < taken[b]))
+        if not wrong.any():
+            return torch.empty(0, dtype=torch.int64)
+        closest = slots[lead.argsort()[-3 * len(self.candidates) :]]
+        return torch.from_numpy(np.union1d(near[wrong], closest))
+
+    def _running(self, slots: Any) -> Iterator[Any]:
+        """N of slots beside the candidates as each newcomer arrives (compete: with it), (n,) at a time."""
+        n = self.total.numpy()[slots]
+        seen, lost = (h.numpy().take(slots, axis=1) for h in (self.seen, self.lost))
+        for gained, gone in zip(seen, lost, strict=True):
+            yield n + gained if self.compete else n
+            n += gained
+            n -= gone
+
+    def _named(self, turned_away: int) -> Tensor:
         return torch.cat([self.candidates, torch.tensor([turned_away])])[self.position]  # -1 is the last
 
-    def accept(self, count: int) -> tuple[Tensor, Tensor]:
-        """The slots of the first `count` newcomers, and N in units after them."""
-        if count < self.incoming.shape[0]:
-            self._simulate(count)
+    def slots(self) -> Tensor:
+        """int64 (B,): the slot that each newcomer took, -1 if none."""
+        return torch.from_numpy(self.position) if self.whole else self._named(turned_away=-1)
+
+    def total_after(self) -> Tensor:
+        """N in units (K,) after the batch."""
         total = torch.from_numpy(self.running[self.occupant])
         if self.whole:
-            return torch.from_numpy(self.position), total
-        change = _sum(self.seen[:count], 0) - _sum(self.lost[:count], 0)
-        return self._slots(turned_away=-1), (self.total + change).index_copy(0, self.candidates, total)
+            return total
+        change = _sum(self.seen, 0) - _sum(self.lost, 0)
+        return (self.total + change).index_copy(0, self.candidates, total)
 
     def memory_after(self) -> Tensor:
-        """(K, d): the memory with the newcomers that were accepted."""
-        held = self.items[self.occupant]
+        """(K, d): the memory with the newcomers that were admitted."""
+        held = torch.cat([self.incoming, self.residents])[self.occupant]
         return held if self.whole else self.memory.index_copy(0, self.candidates, held)
 
 

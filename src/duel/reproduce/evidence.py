@@ -47,6 +47,8 @@ class Evidence:
         images."""
         self._costs = costs or {}
         self.pixels = pixels
+        self._own = variation == OWN
+        self._judges: dict[str, bool] = {}
         self.scale = scale.varied(variation)
         self._hashes: dict[tuple[str, Data], str] = {}
         self._runs: dict[str, list[Record]] = defaultdict(list)
@@ -69,8 +71,21 @@ class Evidence:
         """By seed."""
         return sorted(self._runs.get(self.hash(row, data), []), key=lambda record: record.seed)
 
+    def judges(self, measure: str) -> bool:
+        """Whether a claim may be judged by it: not in a variation of the scale, say one that is too short, in which
+        most runs are not above raw images."""
+        if self._own or self.pixels is None or measure not in self.pixels:
+            return True
+        if measure not in self._judges:
+            runs = [run for run in shown(self, self) if run.measure(measure) is not None]
+            above = [run for run in runs if (run.measure(measure) or 0.0) > self.pixels[measure]]
+            self._judges[measure] = 2 * len(above) > len(runs)
+        return self._judges[measure]
+
     def figures(self, row: str, data: Data, measure: str) -> dict[int, float]:
-        """Seed -> per cent; without linear probes that have not fitted, which say little of the features."""
+        """Seed -> per cent, to judge by: without linear probes that have not fitted, which say little of features."""
+        if not self.judges(measure):
+            return {}
         return _per_cent([r for r in self.runs(row, data) if measure != "probe" or self._fitted(r)], measure)
 
     def summary(self, row: str, data: Data, measure: str) -> Summary | None:
@@ -104,9 +119,7 @@ class Evidence:
 
     def has(self, measure: str) -> bool:
         """Whether there is something to show: a measure that came later is not in older runs."""
-        return measure != "probe_standardised" or any(
-            record.measure(measure) is not None for records in self._runs.values() for record in records
-        )
+        return measure != "probe_standardised" or any(run.measure(measure) is not None for run in shown(self, self))
 
     def budget(self, row: str, data: Data, name: str) -> float | None:
         values = [value for record in self.runs(row, data) if (value := record.budget(name)) is not None]

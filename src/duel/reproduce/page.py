@@ -95,11 +95,12 @@ class Section:
         return self.variation == OWN
 
     @property
-    def nothing_learned(self) -> bool:
-        """A variation, say one that is too short, in which no run has got above the raw images."""
-        measure, pixels = "top1_test_to_train", self.evidence.pixels
-        found = [record.measure(measure) or 0.0 for record in shown(self.evidence, self.tuning)]
-        return not self.own and pixels is not None and max(found, default=1.0) <= pixels[measure]
+    def not_judged_by(self) -> list[str]:
+        return [words for measure, words in MEASURES.items() if not self.evidence.judges(measure)]
+
+    @property
+    def judged(self) -> bool:
+        return any(map(self.evidence.judges, ("probe", "top1_test_to_train")))
 
     def shows(self, *grids: str) -> bool:
         """Of the scale as it is all that there is to run; of a variation, what has been run for half of the rows."""
@@ -230,9 +231,10 @@ def _scale(section: Section, figures: Collection[str]) -> Iterator[str]:
             yield _verdicts(known)
         return
     yield _origin(section) + (f" No memory has more than {scale.largest_memory} slots." if scale.largest_memory else "")
-    if section.nothing_learned:
-        yield "No row is above what raw pixels give in Top-1, test to train, so that no claim is judged."
-    for title, block in section.blocks.items() if not section.nothing_learned else ():
+    if section.not_judged_by:
+        by = f"by {'; '.join(section.not_judged_by)}" if section.judged else "at all"
+        yield f"Most rows are not above raw pixels, so that no claim is judged {by}."
+    for title, block in section.blocks.items() if section.judged else ():
         measured = {text: verdict for text, verdict in block.items() if verdict.measured}
         missing = (
             "" if len(measured) == len(block) else f"Not yet measured: {len(block) - len(measured)} of {len(block)}."
@@ -249,7 +251,7 @@ def _scale(section: Section, figures: Collection[str]) -> Iterator[str]:
         for measure in filter(evidence.has, measures) if section.shows(grid) else ():
             yield f"### {grid}: {MEASURES[measure]}"
             yield tables.by_bias(evidence, grid, measure)
-    if section.shows("table2"):
+    if section.shows("table2") and section.judged:
         yield "### Gap recovered"
         yield tables.gaps(evidence)
     if section.shows("resources"):

@@ -14,7 +14,7 @@ from .rows import ROWS
 from .stats import Summary, summary
 from .verdicts import share
 
-NOT_RUN = "not run"
+NOT_RUN, NOT_MEASURED = "not run", "not measured"
 NONE = "–"
 _PAPER_TABLE = {"probe": "probe", "top1_test_to_test": "top1", "top10_test_to_test": "top10"}
 _NEIGHBOURS = {"top1_test_to_train": "top1", "top10_test_to_train": "top10"}
@@ -236,13 +236,13 @@ def words(data: Data) -> str:
 
 
 def _measured(evidence: Evidence, row: str, data: Data, measure: str) -> str:
-    unfitted = measure == "probe" and not evidence.fitted(row, data)
-    return _mean(evidence.summary(row, data, measure)) + UNFITTED * unfitted
-
-
-def _mean(found: Summary | None) -> str:
+    found = evidence.summary(row, data, measure)
     if found is None:
-        return NOT_RUN
+        return NOT_MEASURED if evidence.runs(row, data) else NOT_RUN
+    return _mean(found) + UNFITTED * (measure == "probe" and not evidence.fitted(row, data))
+
+
+def _mean(found: Summary) -> str:
     return f"{found.mean:.2f}" + (f" ± {found.std:.2f}" if found.std is not None else "") + f" ({found.n})"
 
 
