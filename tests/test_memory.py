@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -239,6 +240,25 @@ def test_works_in_every_mode_and_holds_no_gradient(context):
     for step in (0, 1, 2, 9):
         plain.update(isotropic(15, 8, step, torch.float32))
     assert torch.equal(memory.embeddings, plain.embeddings)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("policy_dim", [None, 16])
+def test_rows_made_wide_again_have_unit_length(dtype, policy_dim):
+    rows = isotropic(8, 16, 0).float()
+    twice = torch.cat([rows, rows])
+    second = {} if policy_dim is None else {"policy_embeddings": twice}
+    make = partial(WorkingMemory, 16, 16, policy_dim=policy_dim)
+    narrow = make(policy=Duel("exponential:0.003"), dtype=dtype)
+    narrow.update(twice, **second)
+    loaded = make(policy=Duel("exponential:0.003"))
+    loaded.load_state_dict(narrow.state_dict())
+    for memory in (loaded, narrow.float()):
+        assert memory.embeddings.dtype == torch.float32
+        for held in (memory.embeddings, memory.compared):
+            assert (held.norm(dim=1) - 1).abs().max() < 1e-6
+        assert (memory.expected_duplicates() - 1).abs().max() < 1e-3  # every item is held twice
+        duel.replace(memory.embeddings, rows[:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

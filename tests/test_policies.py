@@ -49,6 +49,62 @@ def test_a_policy_of_ones_own():
     assert resumed.update(isotropic(3, 8, 9)).tolist() == own.update(isotropic(3, 8, 9)).tolist()
 
 
+def test_a_queue_with_an_age_limit_is_still_a_queue():
+    """The README's words of max_age on Fifo: whatever leaves is the oldest, also where the queue has gone round."""
+    limited, plain = (WorkingMemory(5, 2, Fifo(max_age=age), {"id": ((), torch.int64)}) for age in (2, None))
+    first, vector, counts = 0, torch.tensor([[1.0, 0.0]]), (1, 1, 3, 2, 0, 0, 1, 2, 0, 0, 0, 3, 4, 1, 0, 2, 7)
+    for count in counts:
+        ids = torch.arange(first, first + count)
+        slots = [memory.update(vector.expand(count, 2), id=ids).tolist() for memory in (limited, plain)]
+        assert slots[0] == slots[1]
+        assert limited["id"].tolist() == plain["id"].tolist()
+        first += count
+
+
+def test_a_caller_that_is_compiled_does_not_compile_the_memory():
+    class Watching(Newest):
+        def choose(self, memory, incoming):
+            self.compiled = torch.compiler.is_compiling()
+            return super().choose(memory, incoming)
+
+    memory = WorkingMemory(4, 8, Watching())
+    memory.update(isotropic(4, 8, 0).float())
+    step = torch.compile(lambda rows: memory.update(rows * 1.0) + 1, backend="eager")
+    assert step(isotropic(2, 8, 1).float()).tolist() == [1, 2]
+    assert not memory.policy.compiled
+    assert torch.equal(memory.embeddings[:2], isotropic(2, 8, 1).float())
+
+
+def test_pairs_are_not_used_after_others_have_written_to_the_memory():
+    """As DistributedDataParallel does at every forward pass."""
+    one, other = (WorkingMemory(64, 16, Duel("gaussian:0.1")) for _ in range(2))
+    for memory, seed in ((one, 0), (other, 2)):
+        memory.update(isotropic(32, 16, seed))
+        memory.update(isotropic(32, 16, seed + 1))
+    for mine, theirs in zip(other.buffers(), one.buffers(), strict=True):
+        mine.copy_(theirs)
+    assert other.policy._pairs is not None
+    batch = isotropic(32, 16, 9)
+    assert torch.equal(one.update(batch), other.update(batch))
+    assert torch.equal(other.policy.duplicates, one.policy.duplicates)
+
+
+def test_another_function_of_the_same_name_is_another_score():
+    def memory(power, **weights):
+        score = duel.scores.get(lambda x: ((1 + x) / 2) ** power)
+        return WorkingMemory(32, 16, Duel(duel.scores.mix(score, "linear") if weights else score))
+
+    for mixed in ({}, {"mixed": True}):
+        saved = memory(2, **mixed)
+        saved.update(isotropic(40, 16, 0))
+        memory(2, **mixed).load_state_dict(saved.state_dict())
+        with pytest.raises(UserError, match="saved with another score that was called"):
+            memory(8, **mixed).load_state_dict(saved.state_dict())
+        older = saved.state_dict()
+        del older["policy._extra_state"]["curve"]
+        memory(8, **mixed).load_state_dict(older)
+
+
 def test_expected_duplicates_saved_in_other_units_are_counted_anew():
     memory = WorkingMemory(30, 8, Duel("exponential:0.1"))
     memory.update(clusters(40, 8, 0)[0].float())
@@ -276,7 +332,8 @@ def test_bad_settings_are_named():
         (lambda: Duel(engine="cuda"), "unknown engine"),
         (lambda: Duel("gausian"), "did you mean 'gaussian'"),
         (lambda: Duel(at_once=True, admit="compete"), "nothing competes"),
-        (lambda: Fifo(max_age=0), "max_age must be at least 1"),
+        (lambda: Fifo(max_age=0), "max_age must be a whole number of updates, at least 1"),
+        (lambda: Fifo(max_age=2.5), "got 2.5"),
         (lambda: AdaptiveDuel(target=2), "target must be"),
         (lambda: AdaptiveDuel("linear"), "unknown kind"),
         (lambda: AdaptiveDuel(every=0), "every must be"),

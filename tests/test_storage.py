@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 import duel
-from duel import WorkingMemory
+from duel import WorkingMemory, expected_duplicates
 from duel.errors import UserError
 from duel.policies import Duel
 from duel.slots import last_newcomer, occupied
@@ -59,8 +60,54 @@ def test_a_memory_made_narrow_takes_the_payload_it_was_declared_with():
     memory = WorkingMemory(4, 8, Duel(), {"feature": ((3,), torch.float32)}).bfloat16()
     for seed in (0, 1):
         memory.update(isotropic(4, 8, seed).float(), feature=torch.full((4, 3), 1.0 + seed))
-    assert memory["feature"].dtype == torch.bfloat16
+    assert memory["feature"].dtype == torch.float32
     assert 2.0 in memory["feature"]
+
+
+def test_payload_keeps_its_values_when_the_memory_is_made_narrow():
+    memory = WorkingMemory(2, 8, "fifo", {"far": ((), torch.float64), "near": ((), torch.float64)}, host="near")
+    memory.update(
+        isotropic(2, 8, 0).float(),
+        far=torch.full((2,), 1e300, dtype=torch.float64),
+        near=torch.ones(2, dtype=torch.float64),
+    )
+    assert memory.half()["far"].tolist() == [1e300, 1e300]
+    assert memory.embeddings.dtype == torch.float16
+    assert memory["near"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.bfloat16])
+@pytest.mark.parametrize("host", [(), ("depth",)])
+def test_payload_of_any_dtype_can_be_replaced_and_refreshed(dtype, host):
+    memory = WorkingMemory(8, 16, Duel("gaussian:0.1"), {"depth": ((4,), dtype)}, host=host)
+    depth = torch.arange(32).reshape(8, 4).to(dtype)
+    memory.update(isotropic(8, 16, 0), depth=depth)
+    slots = memory.update(isotropic(3, 16, 1), depth=depth[5:])
+    want = depth.float().clone()
+    for slot, row in zip(slots.tolist(), depth[5:].float(), strict=True):
+        want[slot] = row
+    memory.refresh(torch.tensor([6, 1]), isotropic(2, 16, 2), depth=depth[:2])
+    want[6], want[1] = depth[0].float(), depth[1].float()
+    assert torch.equal(memory["depth"].float(), want)
+    want = expected_duplicates(memory.embeddings, "gaussian:0.1")
+    assert (memory.expected_duplicates() - want).abs().max() < 1e-6
+
+
+def test_what_is_declared_wrongly_is_said():
+    for payload in (["id"], {"id": torch.int64}, {"id": (3, torch.int64)}, {"id": ((3,), "int64")}):
+        with pytest.raises(UserError, match="payload"):
+            WorkingMemory(4, 8, "fifo", payload)
+    for size in (0, 2.0, True, "4"):
+        with pytest.raises(UserError, match="size must be a whole number"):
+            WorkingMemory(size, 8)
+    assert WorkingMemory(np.int64(4), 8).size == 4
+    empty = WorkingMemory(4, 8, payload={"id": ((), torch.int64)})
+    with pytest.raises(UserError, match="the memory is empty"):
+        empty.refresh(torch.tensor([0]), isotropic(1, 8, 0))
+    with pytest.raises(UserError, match=r"exclude_ids must have shape \(B,\)"):
+        empty.negatives(torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(UserError, match="has no direction"):
+        WorkingMemory(4, 8, normalize=True).update(torch.zeros(1, 8))
 
 
 def test_a_refresh_can_bring_new_payload():

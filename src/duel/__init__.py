@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from duel import integrations, methods, policies, recipes, scores
+    from duel import data, integrations, losses, methods, policies, recipes, scores, theory
     from duel.config import TrainConfig
     from duel.encoders import encoder
     from duel.errors import UserError
@@ -32,23 +32,26 @@ _HOME = {
     "replace": "duel.replacement",
     "train": "duel.training",
 }
-_MODULES = ("integrations", "methods", "policies", "recipes", "scores")
+_MODULES = ("data", "integrations", "losses", "methods", "policies", "recipes", "scores", "theory")
 
 __all__ = [
     "RunResult",
     "TrainConfig",
     "UserError",
     "WorkingMemory",
+    "data",
     "encoder",
     "evaluate",
     "expected_duplicates",
     "integrations",
     "load_trained",
+    "losses",
     "methods",
     "policies",
     "recipes",
     "replace",
     "scores",
+    "theory",
     "train",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -10,6 +11,11 @@ from torch import Tensor
 from duel.errors import UserError
 
 PayloadSpec = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def is_whole(value: object) -> bool:
+    """Python's whole numbers and NumPy's; not True and False."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 class RowsRefused(UserError):
@@ -47,9 +53,8 @@ def check_rows(rows: Tensor, name: str, dim: int, device: torch.device) -> None:
             at = int(good.logical_not().nonzero()[0])
             length = float(rows[at].double().norm())
             said = f"has length {length:g}" if length == length and length != float("inf") else "is not finite"
-            raise RowsRefused(
-                f"{name} must hold finite rows of unit length: row {at} {said}; use torch.nn.functional.normalize"
-            )
+            what_to_do = "use torch.nn.functional.normalize" if length else "it has no direction and cannot be compared"
+            raise RowsRefused(f"{name} must hold finite rows of unit length: row {at} {said}; {what_to_do}")
 
 
 def acceptable_rows(rows: Tensor) -> Tensor:
@@ -62,6 +67,17 @@ def _lengths(rows: Tensor) -> Tensor:
     wide = rows if rows.dtype == torch.float64 else rows.float()
     length: Tensor = torch.linalg.vector_norm(wide, dim=1)
     return length
+
+
+def check_spec(given: object) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What each slot is to keep, as a dictionary."""
+    if given is not None and not isinstance(given, Mapping):
+        raise UserError(f"payload must be a dictionary, {{name: (shape, dtype)}}, got {given!r}")
+    for name, spec in (given or {}).items():
+        fits = isinstance(spec, tuple | list) and len(spec) == 2 and isinstance(spec[1], torch.dtype)
+        if not fits or not isinstance(spec[0], tuple | list) or not all(is_whole(n) and n >= 0 for n in spec[0]):
+            raise UserError(f"payload {name!r} must be (shape, dtype), for instance ((3,), torch.uint8), got {spec!r}")
+    return dict(given or {})
 
 
 def check_payload(

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from duel import policies
 from duel.checks import PayloadSpec, acceptable_rows, check_payload, check_rows, check_tensor
+from duel.compiling import eagerly
 from duel.errors import UserError
 from duel.hashing import uniform
 from duel.replacement import expected_duplicates
-from duel.replacement.units import widened
+from duel.replacement.units import is_narrow, widened
 from duel.slots import turns
 from duel.storage import Evicted, Storage
 
@@ -38,11 +39,16 @@ class WorkingMemory(Storage):
             captured.
         normalize: bring given embeddings to unit length instead of refusing others.
         dtype: of the stored embeddings.
-        seed: of `sample`.
+        seed: of `sample`. Memories of one size and seed draw the same slots: give each of several a seed of its own.
 
     All state is in `state_dict`. On the CPU bad rows are an error at once. On a GPU looking would mean waiting for the
     device, so there bad rows are turned away (slot -1) and counted, and the error comes when the count is next read:
-    in `check` or `state_dict`. Once full, `update`, `refresh` and `sample` can be captured in a CUDA graph.
+    in `check` or `state_dict`. Once full, `update`, `refresh` and `sample` can be captured in a CUDA graph. Neither is
+    compiled with a caller that is, nor made for several threads at a time.
+
+    How many slots are filled is known on the host alone. So a memory is no part of a model whose buffers others
+    overwrite: DistributedDataParallel unless it has broadcast_buffers=False (each process has a memory of its own), or
+    averages of weights.
     """
 
     arriving: dict[str, Tensor]
@@ -121,6 +127,8 @@ class WorkingMemory(Storage):
         if exclude_ids is None:
             return self.embeddings, None
         check_tensor(exclude_ids, "exclude_ids", "int64 (B,)")
+        if exclude_ids.dim() != 1:
+            raise UserError(f"exclude_ids must have shape (B,), an id for each anchor, got {tuple(exclude_ids.shape)}")
         return self.embeddings, exclude_ids[:, None] == self["id"][None, :]
 
     def sample(self, n: int) -> Tensor:
@@ -133,6 +141,7 @@ class WorkingMemory(Storage):
 
     # ---------------------------------------------------------------- what changes
 
+    @eagerly
     @torch.no_grad()
     def update(
         self, embeddings: Tensor, *, policy_embeddings: Tensor | None = None, evicted: bool = False, **payload: Tensor
@@ -177,6 +186,7 @@ class WorkingMemory(Storage):
             slots = torch.cat([slots, chosen]) if filling else chosen
         return (slots, gone) if evicted else slots
 
+    @eagerly
     @torch.no_grad()
     def refresh(
         self, slots: Tensor, embeddings: Tensor, *, policy_embeddings: Tensor | None = None, **payload: Tensor
@@ -186,6 +196,8 @@ class WorkingMemory(Storage):
         check_tensor(embeddings, "embeddings", f"(n, {self.dim})")
         if slots.dim() != 1 or slots.dtype != torch.int64 or slots.shape[0] != embeddings.shape[0]:
             raise UserError(f"slots must be int64 ({embeddings.shape[0]},), got {slots.dtype} {tuple(slots.shape)}")
+        if slots.numel() and not self._filled:
+            raise UserError("there is nothing to refresh: the memory is empty")
         if slots.device.type == "cpu" and slots.numel():
             if int(slots.min()) < 0 or int(slots.max()) >= self._filled:
                 raise UserError(f"slots must be between 0 and {self._filled - 1}, the filled ones")
@@ -210,6 +222,7 @@ class WorkingMemory(Storage):
         self._put(self._encoded_at, slots, self._clock.expand(slots.shape), accepted)
         self.policy.refreshed(self, slots, old)
 
+    @eagerly
     @torch.no_grad()
     def compare_by(self, vectors: Tensor) -> None:
         """Give the policy other vectors (filled, policy_dim) of the same items to compare, as when its space changes.
@@ -268,7 +281,7 @@ class WorkingMemory(Storage):
         """int64 (B,): the overdue slot that a newcomer takes, oldest first, or -1; they are exchanged at once."""
         limit = self.policy.max_age or 0
         count = min(incoming.shape[0], self.size)
-        oldest = torch.sort(self.age, descending=True, stable=True).indices[:count]
+        oldest = self.policy.oldest_first(self)[:count]
         present = policies.takes_part(incoming[:count])
         distinct = oldest[turns(present)]  # the i-th newcomer that takes part gets the i-th oldest slot
         overdue = present & (self.age[distinct] > limit)
@@ -348,6 +361,10 @@ class WorkingMemory(Storage):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Refuses a state of another memory before anything is changed, also where the memory is part of a model."""
         given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        for name in ("_embeddings", "_compared"):
+            mine, rows = self._buffers[name], given.get(name)
+            if mine is not None and rows is not None and is_narrow(rows.dtype) and not is_narrow(mine.dtype):
+                state_dict[prefix + name] = widened(rows, mine.dtype)
         vectors, extra = given.get("_embeddings" if self._compared is None else "_compared"), "policy._extra_state"
         recast = vectors is not None and vectors.dtype != self.compared.dtype
         state = self.policy.state_of(given.get(extra), recast=recast) if given else None
@@ -360,10 +377,14 @@ class WorkingMemory(Storage):
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = self.compared.dtype
+        before = {name: rows for name in ("_embeddings", "_compared") if (rows := self._buffers[name]) is not None}
         super()._apply(fn, recurse)
-        if self.compared.dtype != before:
-            self.policy.recast()
+        for name, rows in before.items():
+            now = self._buffers[name]
+            if now is not None and is_narrow(rows.dtype) and not is_narrow(now.dtype):
+                now.copy_(widened(now.to(rows.dtype), now.dtype))
+            if now is not None and now.dtype != rows.dtype:
+                self.policy.recast()
         return self
 
     def extra_repr(self) -> str:

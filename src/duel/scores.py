@@ -52,7 +52,7 @@ class Score:
 
     def __call__(self, cosines: Tensor) -> Tensor:
         """cosines of any shape and float dtype -> probabilities, same shape and dtype."""
-        narrow = cosines.dtype in (torch.float16, torch.bfloat16)
+        narrow = cosines.dtype.itemsize < 4
         x = cosines.float() if narrow else cosines
         h = self._evaluate_(x.clamp(-1.0, 1.0))
         return h.to(cosines.dtype) if narrow else h
@@ -71,6 +71,10 @@ class Score:
         h = x.exp_().sub_(self.floor).mul_(self.scale * unit)
         # near -1 the rounding of exp can leave a little less than the floor; where that is nothing, save the pass
         return h.clamp_(min=0.0) if isinstance(self.floor, Tensor) or self.floor > 1e-14 else h
+
+    def curve(self) -> list[float]:
+        """h at cosines from -1 to 1: what tells two functions of one name apart."""
+        return [round(h, 6) for h in self(torch.linspace(-1.0, 1.0, 33, dtype=torch.float64)).tolist()]
 
     def __repr__(self) -> str:
         return self.name

@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+#: What PyTorch copies by index on every device.
+_COMMON = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+}
+
 
 def last_newcomer(slots: Tensor, size: int) -> Tensor:
     """int64 (size,): the last newcomer b with slots[b] == slot, -1 where there is none. slots (B,), -1 = nowhere."""
@@ -37,9 +43,15 @@ def put_rows(target: Tensor, at: Any, rows: Tensor, which: Any) -> None:
 
 def _array(rows: Tensor) -> Any:
     """For NumPy; of a dtype that it does not know, the bits."""
-    if rows.is_floating_point() and rows.dtype not in (torch.float16, torch.float32, torch.float64):
-        rows = rows.detach().view(torch.uint8 if rows.itemsize == 1 else torch.int16)
-    return rows.numpy(force=True)  # without a gradient, and negated where that was put off
+    rows = rows.detach().view(torch.int16) if rows.dtype == torch.bfloat16 else bits(rows)
+    return rows.numpy(force=True)  # negated where that was put off
+
+
+def bits(rows: Tensor) -> Tensor:
+    """Rows of a dtype that PyTorch does not copy by index everywhere, as whole numbers of their bits."""
+    if rows.is_complex() or rows.dtype in _COMMON:
+        return rows
+    return rows.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.itemsize])
 
 
 def first_newcomer(slots: Tensor, size: int) -> Tensor:

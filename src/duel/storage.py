@@ -5,15 +5,16 @@ What comes in and who goes is `duel.memory`'s business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from duel.checks import PayloadSpec, check_tensor
+from duel.checks import PayloadSpec, check_spec, check_tensor, is_whole
 from duel.errors import UserError
-from duel.slots import first_newcomer, last_newcomer, occupied, put_rows
+from duel.slots import bits, first_newcomer, last_newcomer, occupied, put_rows
 
 
 class Evicted(NamedTuple):
@@ -52,12 +53,12 @@ class Storage(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("size", size), ("dim", dim), ("policy_dim", policy_dim)):
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not is_whole(value) or value < 1):
                 raise UserError(f"{name} must be a whole number >= 1, got {value!r}")
         if not dtype.is_floating_point:
             raise UserError(f"dtype must be a floating-point type, got {dtype}")
         self.size, self.dim, self.policy_dim = size, dim, policy_dim
-        self.payload, self.host = dict(payload or {}), frozenset([host] if isinstance(host, str) else host)
+        self.payload, self.host = check_spec(payload), frozenset([host] if isinstance(host, str) else host)
         if not self.host <= self.payload.keys():
             raise UserError(f"host must name payload ({sorted(self.payload)}), got {sorted(self.host)}")
         self.register_buffer("_embeddings", torch.zeros(size, dim, dtype=dtype))
@@ -98,13 +99,18 @@ class Storage(nn.Module):
         return held
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves all but what stays on the host, which is taken out meanwhile: it may be too large for the device."""
-        kept = {_buffer(name): self._stored(name) for name in self.host}
+        """Moves all but what stays on the host, which is taken out meanwhile: it may be too large for the device.
+
+        Payload keeps the dtype that it was declared with.
+        """
+        held = {_buffer(name): self._stored(name) for name in self.payload}
+        kept = {_buffer(name): held.pop(_buffer(name)) for name in self.host}
         self._buffers.update(dict.fromkeys(kept))
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
             self._buffers.update(kept)
+        undo_cast(self, held)
         return self
 
     # ---------------------------------------------------------------- writing
@@ -137,6 +143,11 @@ class Storage(nn.Module):
     def _put(target: Tensor, slots: Tensor, values: Tensor, mask: Tensor | None) -> None:
         """target[slots] = values, only where mask is true; wherever the target is."""
         slots, values = slots.to(target.device), values.to(target.device, target.dtype)
+        if target.device.type == "cpu":  # where it may be read which slots change
+            which = np.arange(len(slots)) if mask is None else mask.numpy(force=True).nonzero()[0]
+            put_rows(target, slots.numpy()[which], values, which)
+            return
+        target, values = bits(target), bits(values)
         if mask is not None:
             mask = mask.to(target.device).reshape(-1, *[1] * (values.dim() - 1))
             values = torch.where(mask, values, target[slots])
@@ -188,6 +199,14 @@ def held_ids(state: dict[str, Any]) -> Tensor:
     """int64 (filled,): the ids in a memory's state_dict, without building that memory."""
     ids: Tensor = state[_buffer("id")]
     return ids[: state["_extra_state"]["filled"]]
+
+
+def undo_cast(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Give buffers that a move has cast the dtype and the values that they had before, wherever they are now."""
+    for name, buffer in before.items():
+        moved = module._buffers[name]
+        if moved is not None and moved.dtype != buffer.dtype:
+            module._buffers[name] = buffer.to(moved.device)
 
 
 def _buffer(payload: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from duel.checks import is_whole
 from duel.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,8 +24,10 @@ class Policy(nn.Module):
 
     def __init__(self, *, max_age: int | None = None) -> None:
         super().__init__()
-        if max_age is not None and max_age < 1:
-            raise UserError(f"max_age must be at least 1 update, or None for never, got {max_age}")
+        if max_age is not None and (not is_whole(max_age) or max_age < 1):
+            raise UserError(
+                f"max_age must be a whole number of updates, at least 1, or None for never, got {max_age!r}"
+            )
         self.max_age = max_age
         self._owned = False
 
@@ -52,8 +56,12 @@ class Policy(nn.Module):
     def refreshed(self, memory: WorkingMemory, slots: Tensor, old: Tensor) -> None:
         """The distinct `slots` (n,) hold new vectors (some may be the same); `old` (n, d) are the former ones."""
 
+    def oldest_first(self, memory: WorkingMemory) -> Tensor:
+        """int64 (filled,): the slots in the order in which `max_age` lets their items go, ties to the lowest slot."""
+        return torch.sort(memory.age, descending=True, stable=True).indices
+
     def learn(self, memory: WorkingMemory) -> None:
-        """The paper's UpdatePolicy: called once per training step."""
+        """The paper's UpdatePolicy: called by `memory.learn()`, once per training step."""
 
     def restart(self) -> None:
         """The memory was emptied: what has been learnt from it starts at zero again."""

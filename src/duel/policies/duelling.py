@@ -14,6 +14,7 @@ from duel.policies.base import Policy, all_take_part, takes_part
 from duel.replacement import check_engine, check_names, counted, exchange, replace_unchecked
 from duel.replacement.units import compute_dtype, exact_products, exponent, widened
 from duel.slots import turns
+from duel.storage import undo_cast
 
 if TYPE_CHECKING:
     from duel.memory import WorkingMemory
@@ -51,6 +52,8 @@ class Duel(Policy):
 
     _pairs: Tensor | None = None
     """What N was counted from, until the memory changes."""
+    _pairs_of = 0
+    """The version of the memory's vectors then: others may write to them, too."""
 
     @property
     def score(self) -> scores.Score:
@@ -67,7 +70,8 @@ class Duel(Policy):
         self._counted = False
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"counted": self._counted, "score": self._score.name, "exponent": exponent(len(self.duplicates))}
+        state = {"counted": self._counted, "score": self._score.name, "exponent": exponent(len(self.duplicates))}
+        return state | ({} if self._score.function is None else {"curve": self._score.curve()})
 
     def state_of(self, saved: Any, *, recast: bool) -> Any:
         return {**saved, "counted": False} if recast and isinstance(saved, dict) else saved
@@ -77,6 +81,8 @@ class Duel(Policy):
             raise UserError("state_dict holds no state of a Duel policy")
         if state["score"] != self._score.name:
             raise UserError(f"state_dict was saved with score {state['score']!r}, this policy has {self._score.name!r}")
+        if self._score.function is not None and state.get("curve", mine := self._score.curve()) != mine:
+            raise UserError(f"state_dict was saved with another score that was called {self._score.name!r}, too")
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         # N in other units, of an older version, is counted anew
@@ -88,10 +94,7 @@ class Duel(Policy):
         self._pairs = None
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in kept.items():
-            moved = self._buffers[name]
-            if moved is not None and moved.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(moved.device)
+        undo_cast(self, kept)
         return self
 
     def restart(self) -> None:
@@ -116,6 +119,7 @@ class Duel(Policy):
 
     def _count(self, memory: WorkingMemory) -> None:
         duplicates, self._pairs = counted(memory.compared, self.score)
+        self._pairs_of = _version(memory.compared)
         self.duplicates.copy_(duplicates)
         self._counted = True
 
@@ -124,7 +128,7 @@ class Duel(Policy):
         if self.at_once:
             return self._choose_at_once(memory, incoming, ~takes_part(incoming))
         skip = None if all_take_part(incoming) else ~takes_part(incoming)
-        pairs, self._pairs = self._pairs, None
+        pairs, self._pairs = self._pairs if self._pairs_of == _version(memory.compared) else None, None
         done = replace_unchecked(memory.compared, incoming, self.score, self.admit, carried, self.engine, skip, pairs)
         self.duplicates.copy_(done.duplicates)
         return done.slots
@@ -155,13 +159,19 @@ class Duel(Policy):
         self.duplicates.copy_(exchange(self.duplicates, compared, slots, old, self.score))
 
 
+def _version(rows: Tensor) -> int:
+    """Counts what has been written to them."""
+    return 0 if rows.is_inference() else rows._version
+
+
 class AdaptiveDuel(Duel):
     """Duel with a score whose width follows the spread of the embeddings.
 
-    One width does not fit a whole training: too wide and all items look alike, too sharp and none does. Every `every`
-    updates the width moves to the rung of a fixed ladder (factors of √2) at which the mean item has a share `target` of
-    the memory as expected duplicates. It is found on the device, and N is then recomputed in chunks; nothing is read on
-    the host. docs/decisions.md has the measurement behind the defaults.
+    One width does not fit a whole training: too wide and all items look alike, too sharp and none does. When the memory
+    becomes full, and at every `every`-th call of `memory.learn()`, one a training step, the width moves to the rung of
+    a fixed ladder (factors of √2) at which the mean item has a share `target` of the memory as expected duplicates. It
+    is found on the device, and N is then recomputed in chunks; nothing is read on the host. docs/decisions.md has the
+    measurement behind the defaults.
     """
 
     rung: Tensor
@@ -185,7 +195,7 @@ class AdaptiveDuel(Duel):
         if not 0 < target < 1:
             raise UserError(f"target must be a share of the memory between 0 and 1, got {target}")
         if every < 1:
-            raise UserError(f"every must be at least 1 update, got {every}")
+            raise UserError(f"every must be at least 1 step, got {every}")
         super().__init__(scores.exponential(), admit=admit, engine=engine, max_age=max_age)
         self.kind, self.target, self.every = kind, target, every
         rungs = [scores.shape_parameters(kind, tau) for tau in self.WIDTHS]

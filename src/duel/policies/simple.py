@@ -27,9 +27,16 @@ class Fifo(Policy):
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
         present = takes_part(incoming)
+        if self.max_age is not None:  # what has just left for its age was the oldest, at the cursor
+            new = memory._admitted_at[self.oldest_first(memory)] == memory._clock
+            self.cursor += new.long().cumprod(0).sum()
         slots = (self.cursor + turns(present)) % memory.size
         self.cursor += present.sum()
         return torch.where(present, slots, -1)
+
+    def oldest_first(self, memory: WorkingMemory) -> Tensor:
+        """The order of the queue."""
+        return (self.cursor + torch.arange(memory.size, device=self.cursor.device)) % memory.size
 
 
 class _Drawing(Policy):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from duel import scores
 from duel.checks import acceptable_rows, check_rows, check_tensor
+from duel.compiling import eagerly
 from duel.errors import UserError, suggest
 from duel.replacement.dense import replace_dense
 from duel.replacement.reference import replace_reference
@@ -38,6 +39,7 @@ class Replacement(NamedTuple):
     """float64 (K,): N after the batch, to pass in next time."""
 
 
+@eagerly
 def replace(
     memory: Tensor,
     incoming: Tensor,

@@ -2,9 +2,10 @@
 
 N(j) = Σ_{i≠j} h(z_i · z_j) decides who leaves, and differences in the last bit decide ties. Each h is therefore rounded
 to a multiple of 2^-e with K · 2^e < 2^51: all sums of them are then exact in float64, in whatever order. A carried N
-never drifts by summation, exact duplicates tie exactly, and engines that see the same cosines agree bit for bit. e is
-30, so that an h is a 32-bit whole number (less only above two million slots); float32 itself knows a cosine near 1 to
-2^-24. Below, "units" are h · 2^e.
+never drifts by summation, items with the same cosines tie exactly, and engines that see the same cosines agree bit for
+bit. (Products of another shape may round otherwise: of items that are exactly alike engines may choose different ones,
+and under `compete` turn away the newcomer that is like them.) e is 30, so that an h is a 32-bit whole number (less only
+above two million slots); float32 itself knows a cosine near 1 to 2^-24. Below, "units" are h · 2^e.
 """
 
 from __future__ import annotations
@@ -42,8 +43,12 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 def widened(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows in the dtype that is computed in. Narrow rows are a per mille off unit length and are brought back to it."""
     wide = rows.to(dtype)
-    narrow = rows.dtype in (torch.float16, torch.bfloat16)
-    return torch.nn.functional.normalize(wide, dim=-1) if narrow else wide
+    return torch.nn.functional.normalize(wide, dim=-1) if is_narrow(rows.dtype) else wide
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether rows of this floating-point type are off unit length by more than single precision is."""
+    return dtype.itemsize < 4
 
 
 def exact_products(device: torch.device) -> AbstractContextManager[object]:
