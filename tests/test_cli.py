@@ -139,6 +139,10 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
         ),
         (["train", "--method", "d-byol", "--source", "stream"], "use --source memory"),
         (["train", "--method", "simclr", "--queue", "8"], "error: --queue is for moco"),
+        (["train", "--seed", str(2**63)], "error: --seed must be >= 0 and below 2^63"),
+        (["evaluate", "nowhere", "--seed", "-5"], "error: --seed must be >= 0"),
+        (["evaluate", "nowhere", "--probe-lr", "inf"], "error: --probe-lr must be > 0 and finite, got inf"),
+        (["reproduce", "table2", "--scale", "smoke", "--minutes", "nan"], "must be >= 1 and minutes > 0"),
     ],
 )
 def test_mistakes_are_told_without_a_stack_trace(

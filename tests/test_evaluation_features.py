@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from duel.data import ArraySource
+from duel.data.folder import FolderSource
 from duel.errors import UserError
 from duel.evaluation.features import (
     FeatureCache,
@@ -165,6 +167,26 @@ def test_fingerprints_tell_states_apart():
     assert fingerprint(torch.ones(2, dtype=torch.bfloat16)) != fingerprint(torch.ones(2))
     assert fingerprint(describe_source(Shapes())) == fingerprint(describe_source(Shapes()))
     assert fingerprint(describe_source(Shapes())) != fingerprint(describe_source(Shapes(seed=1)))
+
+
+def test_a_folder_is_told_by_its_files(tmp_path):
+    paths = [tmp_path / f"{i}.png" for i in range(40)]
+    for path in paths:
+        Image.new("RGB", (4, 4)).save(path)
+    source = FolderSource(paths, None, name="folder", classes=(), image_size=4)
+    first = fingerprint(describe_source(source))
+    assert first == fingerprint(describe_source(source))
+    Image.new("RGB", (4, 4), "red").save(paths[7])
+    os.utime(paths[7], ns=(1, 1))
+    assert first != fingerprint(describe_source(source))
+
+
+def test_one_image_of_many_is_told():
+    before, after = Shapes(), Shapes()
+    assert len(after) > 32
+    after.data = after.data.clone()
+    after.data[5] += 1
+    assert fingerprint(describe_source(before)) != fingerprint(describe_source(after))
 
 
 def test_cache_computes_once_for_each_key(tmp_path):

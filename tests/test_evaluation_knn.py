@@ -107,6 +107,14 @@ def test_weighted_vote_is_wu_et_als():
     assert 0.3 < found["accuracy"] < 0.95  # neither trivial nor chance
 
 
+def test_a_very_low_temperature_is_the_nearest_neighbour():
+    """Where exp(cosine / temperature) by itself has long overflowed."""
+    bank, bank_labels = clusters(400, seed=1, spread=3.0)
+    queries, labels = clusters(120, seed=2, spread=3.0)
+    found = weighted_knn(queries, bank, labels, bank_labels, k=50, temperature=1e-5)
+    assert found["accuracy"] == pytest.approx(topk(queries, bank, labels, bank_labels, (1,))["top1"])
+
+
 def test_weighted_vote_is_sklearns_with_the_same_weights():
     bank, bank_labels = clusters(400, seed=1, spread=3.0)
     queries, labels = clusters(120, seed=2, spread=3.0)

@@ -1,5 +1,6 @@
 """The whole evaluation on a stand-in source: what it holds, that it is repeatable and leaves no trace."""
 
+import copy
 import dataclasses
 import json
 import subprocess
@@ -143,6 +144,16 @@ def test_repeated_and_cached_evaluations_agree(sources, tmp_path):
         encoder.body[0].weight.mul_(-1)
     other = evaluate(encoder, *sources, settings=QUICK, cache=tmp_path, **STATS)
     assert other["intra_class_cosine"] != first["intra_class_cosine"]
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_features_of_other_images_are_not_taken_from_the_cache(sources, tmp_path, changed):
+    """Also test features, whose BatchNorm statistics are those of the training images."""
+    sources = [copy.deepcopy(source) for source in sources]
+    evaluate(Encoder(), *sources, settings=QUICK, cache=tmp_path, **STATS)
+    sources[changed].data[1::2] = sources[changed].data[1::2] // 3
+    cached = evaluate(Encoder(), *sources, settings=QUICK, cache=tmp_path, **STATS)
+    assert without_times(cached) == without_times(evaluate(Encoder(), *sources, settings=QUICK, **STATS))
 
 
 def test_precision(sources, tmp_path):

@@ -22,6 +22,7 @@ from duel.config import TrainConfig
 from duel.data import load, statistics
 from duel.errors import UserError
 from duel.evaluation.settings import EvaluationSettings
+from duel.locking import alone
 from duel.machine import PeakMemory
 from duel.reproduce import execute as execution
 from duel.reproduce import reproduce, runner, store
@@ -50,6 +51,34 @@ def smoke(**given: object) -> object:
 
 def names(out: str = "results") -> list[str]:
     return sorted(path.name for path in Path(out, "runs").glob("*.json"))
+
+
+# Several processes -------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_another_process_is_at_is_left_to_it() -> None:
+    (planned,) = runs_of("table2", "smoke", rows=("simclr",), biases=(27.0,))
+    Path("work").mkdir()
+    with alone(Path("work") / f"{planned.name}.in-use"):
+        done = smoke(work="work")
+    assert (done.complete, done.failed, names()) == (False, 0, [])
+    assert not (Path("results") / "errors").exists()
+    assert smoke(work="work").complete
+
+
+def test_a_run_that_another_process_has_finished_meanwhile_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert smoke().complete
+    monkeypatch.setattr(store, "load_all", lambda folders: {})  # as it was when the plan was made
+    monkeypatch.setattr(execution, "_execute", None)
+    assert smoke().complete
+
+
+def test_folders_that_cannot_be_written_are_said_before_anything_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "execute", None)
+    Path("file").touch()
+    for option in ("out", "work"):
+        with pytest.raises(UserError, match=f"cannot write file/x: .*; give another with --{option}"):
+            smoke(**{option: "file/x"})
 
 
 # The plan ---------------------------------------------------------------------------------------------------

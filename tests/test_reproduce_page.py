@@ -120,6 +120,21 @@ def test_a_variation_is_not_held_against_the_paper_s_figures() -> None:
 SLOWER = "`paper`, cut to 3,000 steps, learning rate 0.001"
 
 
+def test_every_run_of_a_variation_is_in_some_table() -> None:
+    longer = SHORT.varied(Variation(9999))
+
+    def tables(*rows: str) -> list[str]:
+        text = page([record(row, 27, 2, 0.5, scale=longer) for row in rows]).split("9,999 steps: recipe")[1]
+        return [line.split(":")[0] for line in text.split("## Scale")[0].splitlines() if line.startswith("### ")]
+
+    assert tables("simclr", "moco") == ["### table2", *["### table1"] * 3, "### Gap recovered"]
+    literal = [row for row in GRIDS["ablation"].rows if row.endswith(("literal", "gaussian1", "quadratic"))]
+    assert tables(*literal) == ["### Claims of the paper", "### ablation"]  # rows of which table2 has some, too
+    assert tables("simclr-memory-minred") == ["### rivals"]
+    text = page([record("simclr", 27, 2, 0.5, scale=longer)])
+    assert "| MoCo v2 |" not in text.split("9,999 steps: recipe")[1].split("## Scale")[0]
+
+
 def test_a_variation_is_not_judged_by_what_raw_pixels_give_too() -> None:
     scale = SCALES["paper"].varied(Variation(3000, 0.001))
     slower = [record(row, 27, 0, 0.5, scale=scale) for row in ("simclr", "moco", "d-moco-literal")]  # Top-1 0.4 and 0.3

@@ -30,7 +30,8 @@ from duel.data import ArraySource, load
 from duel.errors import UserError
 from duel.evaluation.settings import EvaluationSettings
 from duel.inputs import Inputs
-from duel.machine import build_fabric
+from duel.locking import alone
+from duel.machine import build_fabric, resolve_device
 from duel.memory import WorkingMemory
 from duel.runlog import RunLog, read_metrics
 from duel.step import TrainingStep
@@ -283,6 +284,31 @@ def test_output_directory_is_not_shared_by_two_runs() -> None:
         go(small(steps=3), overwrite=True, resume=True)
 
 
+def test_a_run_that_another_process_trains_is_left_alone() -> None:
+    go(small(steps=2))
+    with alone(Path("run") / runs.LOCK) as mine:
+        assert mine
+        for how in ({"resume": True}, {"overwrite": True}):
+            with pytest.raises(runs.RunInUse, match="another process is training in run; wait for it"):
+                go(small(steps=2), **how)
+    assert go(small(steps=2), resume=True).finished
+    assert not (Path("run") / runs.LOCK).exists()
+    Path("left").mkdir()
+    (Path("left") / runs.LOCK).touch()  # by a process that was killed
+    assert go(small(steps=2, out="left")).finished
+
+
+def test_who_is_alone(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with alone(path) as one, alone(path) as other:
+        assert (one, other) == (True, False)
+        with alone(path) as third:
+            assert not third
+    assert not path.exists()
+    with alone(path) as again:
+        assert again
+
+
 def test_a_run_is_not_deleted_for_one_that_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     go(small(steps=2))
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -487,8 +513,10 @@ def test_no_gpu_when_one_was_asked_for() -> None:
     with pytest.raises(UserError, match=r"sees no GPU.*--device cpu"):
         go(small(device="cuda"))
     assert not Path("run").exists()
-    with pytest.raises(UserError, match="device must be auto, cpu, cuda"):
-        go(small(device="gpu"))
+    for name in ("gpu", "cpu:3"):
+        with pytest.raises(UserError, match="device must be auto, cpu, cuda"):
+            go(small(device=name))
+    assert resolve_device("cpu:0") == torch.device("cpu")
 
 
 def test_several_processes_for_one_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

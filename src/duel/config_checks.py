@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from .errors import UserError, suggest
+from .errors import UserError, check_seed, suggest
 from .names import BLIND_POLICIES, NEGATIVE_FREE, POLICIES, score_parts
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def check(config: TrainConfig) -> None:
     for name in optional:
         if getattr(config, name) is not None:
             _at_least(config, name, 1)
-    for name in ("seed", "warmup", "refresh", "queue", "knn_every", "weight_decay", "bias_class"):
+    check_seed(config.seed)
+    for name in ("warmup", "refresh", "queue", "knn_every", "weight_decay", "bias_class"):
         _at_least(config, name, 0)
     if config.workers is not None:
         _at_least(config, "workers", 0)

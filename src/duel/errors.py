@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -23,6 +25,20 @@ def writing(path: os.PathLike[str], advice: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
+
+
+def check_writable(folder: Path, advice: str) -> None:
+    """Make a folder, and a file in it that does not stay."""
+    with writing(folder, advice):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+def check_seed(seed: int) -> None:
+    """What every generator takes."""
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed must be >= 0 and below 2^63, got {seed}")
 
 
 def suggest(what: str, name: object, valid: Iterable[str], *, shown: Iterable[str] | None = None) -> str:

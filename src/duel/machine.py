@@ -29,6 +29,10 @@ def resolve_device(name: str) -> torch.device:
         raise UserError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cpu":
+        if device.index:
+            raise UserError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}: there is one CPU")
+        return torch.device("cpu")
     if device.type == "cuda":
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if found == 0:

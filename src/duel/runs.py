@@ -5,6 +5,7 @@ run.json     versions, hardware, commit metrics.csv   one line per log interval;
 subset.npy   ids kept by bias_mode subset            evaluation.json  what `duel evaluate` measured
 memory.csv   what the memory held when the newest checkpoint was written
 evaluation-DATA-….json  what it measured on other data than the run's own
+.in-use      while a process trains here
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,13 @@ from . import checkpoint
 from .checkpoint import atomic
 from .config import TrainConfig
 from .errors import UserError, writing
+from .locking import alone
 
 CONFIG, META, METRICS, SUBSET, EVALUATION = "config.json", "run.json", "metrics.csv", "subset.npy", "evaluation.json"
 MEMORY, EVALUATION_OF_OTHERS = "memory.csv", f"evaluation-*-{'[0-9a-f]' * 8}.json"
 COMMIT_VARIABLE = "DUEL_COMMIT"
 CHECKPOINTS, TENSORBOARD, FEATURES = "checkpoints", "tensorboard", "features"
+LOCK = ".in-use"
 _OURS = (CONFIG, META, METRICS, SUBSET, MEMORY, EVALUATION, CHECKPOINTS, TENSORBOARD, FEATURES)
 
 
@@ -52,7 +56,7 @@ def check_out(config: TrainConfig, *, resume: bool = False, overwrite: bool = Fa
                 + "\n  ".join(changed)
                 + "\nResume with the settings it was started with, or train in another directory (--out)"
             )
-    elif out.is_dir() and any(out.iterdir()):
+    elif out.is_dir() and any(path.name != LOCK for path in out.iterdir()):
         if not (out / CONFIG).exists():
             raise UserError(f"out {out} holds files that are not a duel run; give an empty or new directory")
         if not overwrite:
@@ -70,11 +74,33 @@ def prepare(out: Path, config: TrainConfig, *, overwrite: bool) -> None:
         json.dumps(values)
     except TypeError as error:
         raise UserError(f"the config cannot be written as JSON: {error}") from error
-    try:
+    with _writable(out):
         if overwrite:
             _clear(out)
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / CONFIG, values)
+
+
+class RunInUse(UserError):
+    """Another process trains in this directory."""
+
+
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Inside, no other process trains in this directory, which is made if need be."""
+    with ExitStack() as stack:
+        with _writable(out):
+            out.mkdir(parents=True, exist_ok=True)
+            mine = stack.enter_context(alone(out / LOCK))
+        if not mine:
+            raise RunInUse(f"another process is training in {out}; wait for it, or give another directory with --out")
+        yield
+
+
+@contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"cannot write to out {out}: {error.strerror or error}; give another with --out") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,41 +80,46 @@ def train(
     """
     console = console or Console(stderr=True)
     out = runs.check_out(config, resume=resume, overwrite=overwrite)
-    fabric = build_fabric(config)
-    peak = PeakMemory(fabric.device)
-    inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
-    step = TrainingStep(config, inputs, fabric=fabric)
-    spent = _restore(step, inputs, out, console) if resume else (0.0, 0.0, 0.0)
-    meta = runs.read_meta(out) if resume else {}
-    if meta.get("finished") and step.done == step.steps:
-        console.print(f"{out} is finished ({step.done} steps): nothing to be done", soft_wrap=True, markup=False)
-        return RunResult(out, step.done, True, meta["metrics"], spent[0], "", inputs.labelled, spent[1])
-    check_loggers(tensorboard=config.tensorboard, wandb=config.wandb)
-    runs.prepare(out, config, overwrite=overwrite)
-    inputs.save_subset(out)
-    loop = _Loop(config, step, inputs, out, spent, clock)
-    attempts = [*meta.get("attempts", []), {**runs.describe(fabric.device), "from_step": step.done}]
-    runs.write_json(out / runs.META, {**meta, "attempts": attempts, "finished": None})
-    result = loop.run(label or config.method, console, until)
-    budget = {
-        "steps": result.steps,
-        "images_encoded": step.images_encoded,
-        "seconds": round(result.seconds, 3),
-        "filling_seconds": round(loop.filling_seconds, 3),
-        "peak_gpu_memory_mb": _peak(peak.mib(), meta),
-    }
-    ended = datetime.now(UTC).isoformat(timespec="seconds")
-    runs.write_json(
-        out / runs.META,
-        {
-            "attempts": attempts,
-            "finished": result.finished,
-            "ended": ended,
-            "budget": budget,
-            "metrics": result.metrics,
-        },
-    )
-    return result
+    with ExitStack() as stack:
+        if resume:
+            stack.enter_context(runs.held(out))
+        fabric = build_fabric(config)
+        peak = PeakMemory(fabric.device)
+        inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
+        step = TrainingStep(config, inputs, fabric=fabric)
+        spent = _restore(step, inputs, out, console) if resume else (0.0, 0.0, 0.0)
+        meta = runs.read_meta(out) if resume else {}
+        if meta.get("finished") and step.done == step.steps:
+            console.print(f"{out} is finished ({step.done} steps): nothing to be done", soft_wrap=True, markup=False)
+            return RunResult(out, step.done, True, meta["metrics"], spent[0], "", inputs.labelled, spent[1])
+        check_loggers(tensorboard=config.tensorboard, wandb=config.wandb)
+        if not resume:
+            stack.enter_context(runs.held(out))
+        runs.prepare(out, config, overwrite=overwrite)
+        inputs.save_subset(out)
+        loop = _Loop(config, step, inputs, out, spent, clock)
+        attempts = [*meta.get("attempts", []), {**runs.describe(fabric.device), "from_step": step.done}]
+        runs.write_json(out / runs.META, {**meta, "attempts": attempts, "finished": None})
+        result = loop.run(label or config.method, console, until)
+        budget = {
+            "steps": result.steps,
+            "images_encoded": step.images_encoded,
+            "seconds": round(result.seconds, 3),
+            "filling_seconds": round(loop.filling_seconds, 3),
+            "peak_gpu_memory_mb": _peak(peak.mib(), meta),
+        }
+        ended = datetime.now(UTC).isoformat(timespec="seconds")
+        runs.write_json(
+            out / runs.META,
+            {
+                "attempts": attempts,
+                "finished": result.finished,
+                "ended": ended,
+                "budget": budget,
+                "metrics": result.metrics,
+            },
+        )
+        return result
 
 
 def _peak(now: int | None, before: dict[str, Any]) -> int | None:

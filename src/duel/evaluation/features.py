@@ -171,17 +171,27 @@ def fingerprint(*parts: Any) -> str:
                 digest.update(f"{name} {fingerprint(tensor)}".encode())
         elif isinstance(part, Tensor):
             digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
-            digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         else:
             digest.update(repr(part).encode())
     return digest.hexdigest()
 
 
 def describe_source(source: Source) -> tuple[Any, ...]:
-    """What tells one source from another, for `fingerprint`: name, size, labels and 16 of its images."""
-    sample = torch.linspace(0, len(source) - 1, 16).long()
+    """What tells one source from another, for `fingerprint`: name, size, labels, and all images that are in memory. Of
+    files that are read when they are needed names, sizes and times of change; of anything else 16 images."""
     labels = "unlabelled" if source.labels is None else fingerprint(source.labels)
-    return source.name, len(source), source.shape, labels, fingerprint(source.images(sample))
+    return source.name, len(source), source.shape, labels, _content(source)
+
+
+def _content(source: Source) -> str:
+    held, paths = getattr(source, "data", None), getattr(source, "paths", None)
+    if isinstance(held, Tensor):
+        return fingerprint(*held.split(4096))
+    if paths is not None:
+        files = ((path, os.stat(path)) for path in map(str, paths))
+        return fingerprint([(path, found.st_size, found.st_mtime_ns) for path, found in files])
+    return fingerprint(source.images(torch.linspace(0, len(source) - 1, 16).long()))
 
 
 class FeatureCache:

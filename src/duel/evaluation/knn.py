@@ -140,7 +140,8 @@ def weighted_knn_of(
     on = found.rows.device
     labels = query_labels.to(on)
     # float64, because sums made by atomics come in any order: rounding must not decide between classes
-    weight = (found.similarity.double() / temperature).exp()
+    closest = found.similarity[:, :1]  # relative to it, for no weight to overflow
+    weight = ((found.similarity - closest).double() / temperature).exp()
     votes = torch.zeros(len(labels), classes, dtype=weight.dtype, device=on)
     votes.scatter_add_(1, bank_labels.to(on)[found.rows], weight)
     return rates(votes.argmax(1) == labels, labels, classes)

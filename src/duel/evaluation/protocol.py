@@ -78,13 +78,14 @@ def evaluate(
     train, test = _on_device(train, on), _on_device(test, on)
 
     with evaluating(module), bars(progress) as shown:
+        described = {name: describe_source(source) for name, source in (("train", train), ("test", test)) if store}
 
         def both(tag: str, *how: Any) -> tuple[Tensor, Tensor]:
-            """Train and test features, from the cache where it has them."""
+            """Train and test features, from the cache where it has them. how: what they depend on besides."""
             found = []
             for split, source in (("train", train), ("test", test)):
                 compute = _extraction(encode, source, split, on, settings, shown)
-                key = fingerprint(state, describe_source(source), how) if store else ""
+                key = fingerprint(state, described[split], how) if store else ""
                 found.append(store.get(f"{split}-{tag}", key, compute, device=on) if store else compute())
             return found[0], found[1]
 
@@ -105,7 +106,8 @@ def evaluate(
         else:
             context = nullcontext()
         with clock.part("features"), context:
-            features = both("reestimated", settings.batchnorm_images, settings.batch_size, settings.seed)
+            statistics = (described.get("train"), settings.batchnorm_images, settings.batch_size, settings.seed)
+            features = both("reestimated", statistics)
         found = _measures(*features, train_y, test_y, classes, settings, shown, clock, full=True)
     per_class = {name: _by_name(rate, train.classes) for name, rate in found.pop("per_class").items()}
     return {

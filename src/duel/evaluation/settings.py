@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from duel.errors import UserError, suggest
+from duel.errors import UserError, check_seed, suggest
 
 Precision = Literal["auto", "fp32", "bf16"]
 
@@ -48,15 +49,16 @@ class EvaluationSettings:
             _at_least(name, getattr(self, name), 1)
         _at_least("shot_repeats", self.shot_repeats, 1)
         _at_least("workers", self.workers, 0)
+        check_seed(self.seed)
         if self.precision not in get_args(Precision):
             raise UserError(suggest("precision", self.precision, get_args(Precision)))
         for name in ("temperature", "probe_lr"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} must be > 0, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name} must be > 0 and finite, got {getattr(self, name)}")
         if not 0 <= self.probe_momentum < 1:
             raise UserError(f"probe_momentum must be in [0, 1), got {self.probe_momentum}")
-        if not self.probe_weight_decay >= 0:
-            raise UserError(f"probe_weight_decay must be >= 0, got {self.probe_weight_decay}")
+        if not 0 <= self.probe_weight_decay < math.inf:
+            raise UserError(f"probe_weight_decay must be >= 0 and finite, got {self.probe_weight_decay}")
 
 
 def _at_least(name: str, value: int, least: int) -> None:

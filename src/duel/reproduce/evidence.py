@@ -82,6 +82,11 @@ class Evidence:
             self._judges[measure] = 2 * len(above) > len(runs)
         return self._judges[measure]
 
+    def rows(self, grid: str) -> list[str]:
+        """Those of a table that are shown: all, or in a variation of the scale those that have been run."""
+        rows = GRIDS[grid].rows
+        return [row for row in rows if self._own or any(self.runs(row, data) for data in GRIDS[grid].data)]
+
     def figures(self, row: str, data: Data, measure: str) -> dict[int, float]:
         """Seed -> per cent, to judge by: without linear probes that have not fitted, which say little of features."""
         if not self.judges(measure):

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from .. import runs
+from ..locking import alone
 from ..runlog import read_metrics
 from ..signals import TIME_LIMIT
 from ..trained import evaluate
@@ -25,7 +26,7 @@ from ..training import NonFiniteLoss, RunResult, train
 from . import store
 from .plan import Planned
 
-Status = Literal["finished", "diverged", "cut", "failed", "interrupted", "not started"]
+Status = Literal["finished", "diverged", "cut", "failed", "interrupted", "not started", "elsewhere"]
 Clock = Callable[[], float]
 
 
@@ -69,7 +70,11 @@ def execute(planned: Planned, job: Job, clock: Clock = time.monotonic) -> Outcom
         return Outcome(planned, "not started")
     folder = job.work / planned.name
     try:
-        return _execute(planned, job, folder, clock)
+        with alone(job.work / f"{planned.name}.in-use") as mine:
+            if not mine:
+                return Outcome(planned, "elsewhere", "another process is at it")
+            made = store.find(job.out, planned.name)  # by another process, since the plan was made
+            return _execute(planned, job, folder, clock) if made is None else _made(planned, made)
     except KeyboardInterrupt:
         return Outcome(planned, "interrupted", "interrupted while measuring; the next call measures again")
     except Exception as error:
@@ -78,6 +83,11 @@ def execute(planned: Planned, job: Job, clock: Clock = time.monotonic) -> Outcom
         return Outcome(planned, "failed", message, device_lost=not _clean_up())
     finally:
         _clean_up()
+
+
+def _made(planned: Planned, values: dict[str, Any]) -> Outcome:
+    failed = values.get("failed")
+    return Outcome(planned, "diverged", failed) if failed else Outcome(planned, "finished", values=values)
 
 
 def _clean_up() -> bool:

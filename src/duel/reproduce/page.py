@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,24 @@ class Section:
         return any(map(self.evidence.judges, ("probe", "top1_test_to_train")))
 
     def shows(self, *grids: str) -> bool:
-        """Of the scale as it is all that there is to run; of a variation, what has been run for half of the rows."""
-        found = self.tuning if TUNING in grids else self.evidence
-        rows = [any(found.runs(row, data) for data in GRIDS[g].data) for g in grids for row in GRIDS[g].rows]
-        return self.own or 2 * sum(rows) >= len(rows)
+        """Of the scale as it is all that there is to run; of a variation, tables of which half the rows have been run,
+        and as many more as it takes to show every run."""
+        return self.own or grids in self._tables
+
+    @cached_property
+    def _tables(self) -> list[tuple[str, ...]]:
+        groups: dict[tuple[str, ...], set[str]] = {}
+        shown: list[tuple[str, ...]] = []
+        for grids in (("table2",), ("table1",), ("resources",), *_LISTS):
+            found = self.tuning if TUNING in grids else self.evidence
+            pairs = [(row, data) for grid in grids for row in GRIDS[grid].rows for data in GRIDS[grid].data]
+            groups[grids] = {run.hash for pair in pairs for run in found.runs(*pair)}
+            if 2 * sum(len(found.rows(grid)) for grid in grids) >= sum(len(GRIDS[grid].rows) for grid in grids):
+                shown.append(grids)
+        for some, runs in groups.items():
+            if runs - set().union(*(groups[others] for others in shown)):
+                shown.append(some)
+        return shown + ([("table1",)] if ("table2",) in shown else [])
 
 
 def write_page(results: Sequence[Path], docs: Path) -> Path:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from .. import runs
 from ..config import TrainConfig
-from ..errors import UserError
+from ..errors import UserError, check_writable
 from ..inputs import keep_sources, load_split
 from . import store
 from .command import WORK
@@ -81,7 +81,7 @@ def reproduce(
 
     Prints the plan first. Where stdout is not a terminal, it has one JSON object for each run that ended.
     """
-    if jobs < 1 or (minutes is not None and minutes <= 0):
+    if jobs < 1 or (minutes is not None and not minutes > 0):
         raise UserError(f"jobs must be >= 1 and minutes > 0, got {jobs} and {minutes}")
     began = time.monotonic()
     if commit:
@@ -111,6 +111,8 @@ def reproduce(
     ends: Counter[str] = Counter()
     with keep_sources():
         _find_data(todo)
+        for folder, option in ((job.out, "--out"), (job.work, "--work")) if todo and not _time_is_up(job) else ():
+            check_writable(folder, f"give another with {option}")
         for outcome in _one_by_one(todo, job) if jobs == 1 else _side_by_side(todo, job):
             ends[outcome.status] += 1
             _say(outcome, console)
@@ -236,6 +238,8 @@ def _closing(finished: int, total: int, ends: Counter[str]) -> str:
         parts.append(f"the training of {ends['diverged']} of them diverged")
     if ends["failed"]:
         parts.append(f"{ends['failed']} failed and will be tried again by the next call")
+    if ends["elsewhere"]:
+        parts.append(f"another process is at {ends['elsewhere']}: the same command looks at them again")
     if ends["cut"] or ends["not started"]:
         parts.append("the time is up: the same command goes on from here")
     elif ends["interrupted"]:

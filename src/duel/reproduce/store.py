@@ -193,6 +193,12 @@ def write(folder: Path, name: str, values: Mapping[str, Any]) -> Path:
     return path
 
 
+def find(folder: Path, name: str) -> dict[str, Any] | None:
+    """What `write` wrote, if it has."""
+    path = folder / RUNS / f"{name}.json"
+    return dict(read(path).values) if path.is_file() else None
+
+
 def write_failure(folder: Path, name: str, config: TrainConfig, error: BaseException) -> Path:
     """What went wrong; the next call tries again."""
     path = folder / ERRORS / f"{name}.json"

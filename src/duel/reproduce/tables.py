@@ -36,7 +36,7 @@ def by_bias(evidence: Evidence, grid: str, measure: str) -> str:
     """A row a method, a column a bias, the paper's figure beside, and the budget."""
     heads = ["row", *(words(data) for data in DRAWN), "steps", "images encoded", "GPU-s"]
     lines = _pixels(evidence, measure)
-    for name in GRIDS[grid].rows:
+    for name in evidence.rows(grid):
         cells = []
         for data in DRAWN:
             table = _PAPER_TABLE.get(measure)
@@ -82,7 +82,7 @@ def gaps(evidence: Evidence) -> str:
     biased = [data for data in DRAWN if data != BALANCED]
     heads = ["row", *(f"{what} {words(data)}" for what in ("probe", "Top-1") for data in biased)]
     lines = []
-    for name in GRIDS["table2"].rows:
+    for name in evidence.rows("table2"):
         if ROWS[name].plain != name:
             cells = [
                 _gap(evidence, name, data, measure) for measure in ("probe", "top1_test_to_train") for data in biased
@@ -94,7 +94,7 @@ def gaps(evidence: Evidence) -> str:
 def resources(evidence: Evidence) -> str:
     heads = ("row", "GPU-s per 1,000 steps", "peak GPU memory (MB)", "images encoded per step", "paper: h", "paper: MB")
     lines = []
-    for name in GRIDS["resources"].rows:
+    for name in evidence.rows("resources"):
         wanted = ("gpu_seconds", "peak_gpu_memory_mb", "images_encoded", "steps")
         seconds, memory, images, steps = (evidence.budget(name, WORST, what) for what in wanted)
         paper = RESOURCES.get(ROWS[name].paper or "")
