@@ -5,6 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -15,6 +16,7 @@ from duel.config import MethodName, TrainConfig
 from duel.data import PRESETS
 from duel.errors import UserError
 from duel.optimizers import LARS, Schedule, build_optimizer, learning_rate
+from duel.reproduce import store
 
 
 @pytest.mark.parametrize(
@@ -278,3 +280,15 @@ def test_lars_against_its_formula() -> None:
 def test_recipes_name_the_methods_there_are() -> None:
     with pytest.raises(UserError, match="did you mean 'simclr'"):
         recipes.standard("simclrr", "cifar10")  # type: ignore[arg-type]
+
+
+def test_a_setting_that_a_saved_config_should_not_have_is_named_with_the_file(tmp_path: Path) -> None:
+    values = TrainConfig().as_dict()
+    with pytest.raises(
+        UserError, match=r"unknown setting\(s\) temprature in a saved config; did you mean temperature\?"
+    ):
+        TrainConfig.from_dict({**values, "temprature": 1.0})
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"schema": store.SCHEMA, "config": {**values, "qqqq": 1}}))
+    with pytest.raises(UserError, match=r"run\.json: unknown setting\(s\) qqqq .* by another version"):
+        store.read(path)

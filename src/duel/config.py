@@ -6,13 +6,14 @@ Importing this module must stay cheap (no torch): ``duel --help`` is built from 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .config_checks import check
-from .errors import UserError, suggest
+from .errors import UserError
 from .names import BLIND_POLICIES, AugmentName, MethodName, OptimizerName
 
 __all__ = ["MethodName", "OptimizerName", "TrainConfig"]
@@ -300,9 +301,9 @@ class TrainConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise UserError(
-                f"unknown setting(s) {', '.join(unknown)} in a saved config; {suggest('setting', unknown[0], known)}"
-            )
+            near = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1)]
+            hint = f"did you mean {', '.join(near)}?" if near else "was it saved by another version of this package?"
+            raise UserError(f"unknown setting(s) {', '.join(unknown)} in a saved config; {hint}")
         restored: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**restored)
 

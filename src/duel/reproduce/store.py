@@ -169,8 +169,8 @@ def _benchmarks(folders: Iterable[Path]) -> Iterator[Path]:
 def _readable(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read as {kind} ({error!r}); restore it or move it away") from error
 
