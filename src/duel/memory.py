@@ -43,8 +43,8 @@ class WorkingMemory(Storage):
 
     All state is in `state_dict`. On the CPU bad rows are an error at once. On a GPU looking would mean waiting for the
     device, so there bad rows are turned away (slot -1) and counted, and the error comes when the count is next read:
-    in `check` or `state_dict`. Once full, `update`, `refresh` and `sample` can be captured in a CUDA graph. Neither is
-    compiled with a caller that is, nor made for several threads at a time.
+    in `check` or `state_dict`. Once full, `update`, `refresh` and `sample` can be captured in a CUDA graph. Changes are
+    not compiled with a caller that is, and only one thread at a time may make them.
 
     How many slots are filled is known on the host alone. So a memory is no part of a model whose buffers others
     overwrite: DistributedDataParallel unless it has broadcast_buffers=False (each process has a memory of its own), or
