@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import os
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from rich.console import Console
 
 from duel import WorkingMemory, contents, recipes, runs
 from duel.data import ArraySource
-from duel.errors import UserError
+from duel.errors import Notice, UserError
+from duel.inputs import Inputs
 from duel.policies import AdaptiveDuel, Duel
 from duel.trained import load_trained
 from duel.training import train
@@ -61,6 +63,15 @@ def test_the_most_duplicated_items_come_first(policy, tmp_path):
         assert float(row["duplicates"]) == pytest.approx(float(counts[slot]), rel=1e-5)
     shown = [float(row["duplicates"]) for row in rows]
     assert shown == sorted(shown, reverse=True)
+
+
+def test_an_item_in_several_slots_says_so(tmp_path):
+    memory = WorkingMemory(4, 8, "fifo", IDS)
+    memory.update(clusters(4, 8, 0)[0].float(), id=torch.tensor([7, 3, 7, 9]))
+    contents.write(tmp_path / runs.MEMORY, memory, source_of())
+    assert [(row["id"], row["held"]) for row in listed(tmp_path / runs.MEMORY)] == [
+        ("7", "2"), ("3", "1"), ("7", "2"), ("9", "1"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("policy", "updates"), [("fifo", 8), ("minred", 8), (Duel(), 1)])
@@ -147,3 +158,18 @@ def test_a_run_is_not_resumed_on_other_files(change, tmp_path, monkeypatch):
     if change == "renamed":
         Path("pictures/99.png").rename("pictures/00.png")
         assert train(config, console=Console(quiet=True), resume=True).finished
+
+
+def test_images_that_are_kept_apart_are_said(tmp_path):
+    for kind in ("März 2024", "b"):
+        (tmp_path / "in" / kind).mkdir(parents=True)
+        for i in range(5):
+            Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / "in" / kind / f"{i}.png")
+    config = dataclasses.replace(recipes.demo("simclr", str(tmp_path / "in")), image_size=8, batch_size=4)
+    with pytest.warns(Notice, match=r"its 2 subfolders are taken for classes, and 2 of 10 images kept for testing"):
+        assert Inputs.load(config, torch.device("cpu"), test=False).items == 8
+    os.rename(tmp_path / "in", tmp_path / "train")
+    config = dataclasses.replace(config, data=str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Notice)
+        assert Inputs.load(config, torch.device("cpu"), test=False).items == 10

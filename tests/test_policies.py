@@ -61,6 +61,10 @@ def test_a_queue_with_an_age_limit_is_still_a_queue():
         first += count
 
 
+def test_an_age_limit_is_shown():
+    assert [repr(Policy(max_age=age)) for age in (3, None)] == ["Policy(max_age=3)", "Policy()"]
+
+
 def test_a_caller_that_is_compiled_does_not_compile_the_memory():
     class Watching(Newest):
         def choose(self, memory, incoming):

@@ -104,6 +104,14 @@ def test_what_is_declared_wrongly_is_said():
     empty = WorkingMemory(4, 8, payload={"id": ((), torch.int64)})
     with pytest.raises(UserError, match="the memory is empty"):
         empty.refresh(torch.tensor([0]), isotropic(1, 8, 0))
+    with pytest.raises(UserError, match="the memory is empty"):
+        empty.fetch("id", torch.tensor([0]))
+    empty.update(isotropic(2, 8, 0), id=torch.arange(2))
+    for slots in ([0, -1], [2]):
+        with pytest.raises(UserError, match="slots must be between 0 and 1, the filled ones"):
+            empty.fetch("id", torch.tensor(slots))
+    with pytest.raises(UserError, match="row 0 is not finite; it has no direction"):
+        WorkingMemory(4, 8, normalize=True).update(torch.full((1, 8), torch.nan))
     with pytest.raises(UserError, match=r"exclude_ids must have shape \(B,\)"):
         empty.negatives(torch.zeros(2, 2, dtype=torch.int64))
     with pytest.raises(UserError, match="has no direction"):

@@ -53,7 +53,9 @@ def check_rows(rows: Tensor, name: str, dim: int, device: torch.device) -> None:
             at = int(good.logical_not().nonzero()[0])
             length = float(rows[at].double().norm())
             said = f"has length {length:g}" if length == length and length != float("inf") else "is not finite"
-            what_to_do = "use torch.nn.functional.normalize" if length else "it has no direction and cannot be compared"
+            what_to_do = "use torch.nn.functional.normalize"
+            if not length or "finite" in said:
+                what_to_do = "it has no direction and cannot be compared: look at the encoder"
             raise RowsRefused(f"{name} must hold finite rows of unit length: row {at} {said}; {what_to_do}")
 
 

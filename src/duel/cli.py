@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -135,7 +136,7 @@ class Train:
         print(f"run directory: {result.run_dir}")
         if (result.run_dir / MEMORY).exists():
             print(f"what the memory holds: {result.run_dir / MEMORY}")
-        print(f"next: duel {'evaluate' if result.labelled else 'export'} {result.run_dir}")
+        print(f"next: duel {'evaluate' if result.labelled else 'export'} {shlex.quote(str(result.run_dir))}")
         return 0
 
     def _not_begun(self, out: Path, *, new: bool) -> str:

@@ -140,7 +140,7 @@ class TrainConfig:
     centre, at unit length. The centre is the mean feature of the memory, taken when it has just been filled and again
     whenever all slots have had their turn to be refreshed (without refresh: to be replaced), frozen in between."""
     max_age: int | None = None
-    """Items leave the memory after this many steps at the latest; None: never for that reason."""
+    """Items older than this many steps leave first, one for each newcomer; None: age does not matter."""
     refresh: int = 0
     """Slots re-encoded after each step, stalest first; memory_size or more re-encodes all. 0: none, but all of them for
     a stream-first simclr memory, whose slots are images."""

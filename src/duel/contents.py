@@ -12,14 +12,15 @@ from .data.sources import Source
 from .memory import WorkingMemory
 from .policies import Duel
 
-COLUMNS = ("slot", "id", "file", "class", "age", "staleness", "duplicates")
+COLUMNS = ("slot", "id", "file", "class", "age", "staleness", "held", "duplicates")
 
 
 def write(path: Path, memory: WorkingMemory, source: Source) -> None:
     """A line for each filled slot, the most duplicated first; `source` is what the memory's ids number.
 
-    file and class are empty where the source has none. duplicates, the expected number N, is the policy's own: empty
-    where it carries none or the memory is not full yet, and then lines are in the order of the slots.
+    file and class are empty where the source has none. held: the number of slots that this item is in. duplicates, the
+    expected number N, is the policy's own: empty where it carries none or the memory is not full yet, and then lines
+    are in the order of the slots.
     """
     # a file's name need not be valid text
     with atomic(path) as partial, partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
@@ -45,5 +46,13 @@ def _columns(memory: WorkingMemory, source: Source) -> list[list[object]]:
         nothing if source.labels is None else [source.classes[i] for i in source.labels[ids].tolist()],
         memory.age[order].tolist(),
         memory.staleness[order].tolist(),
+        _held(ids),
         duplicates,
     ]
+
+
+def _held(ids: torch.Tensor) -> list[object]:
+    """How often each of these ids (n,) is among them."""
+    _, which, counts = ids.unique(return_inverse=True, return_counts=True)
+    held: list[object] = counts[which].tolist()
+    return held

@@ -142,4 +142,4 @@ def _load_line(encoder: Encoder, path: Path, kind: str) -> str:
     given = {k: v for k, v in encoder.timm_arguments.items() if k not in defaults or defaults[k] != v}
     arguments = "".join(f", {k}={v!r}" for k, v in given.items())
     first = "import duel.encoders, timm; " if ours else "import timm; "
-    return f"{first}timm.create_model({encoder.timm_name!r}, checkpoint_path={str(path)!r}{arguments})"
+    return f"{first}timm.create_model({encoder.timm_name!r}, checkpoint_path={str(path)!r}{arguments}).eval()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from .config import TrainConfig
 from .data.bias import class_weights, subset_ids
 from .data.sources import Source, Stats, load, statistics
 from .data.stream import Stream
-from .errors import UserError
+from .errors import Notice, UserError
 from .runs import SUBSET
 
 if TYPE_CHECKING:
@@ -45,6 +46,13 @@ class Inputs:
     def load(cls, config: TrainConfig, device: torch.device, *, test: bool) -> Inputs:
         train = load_split(config, "train")
         _check_size(config.data, "images", train)
+        if kept := getattr(train, "kept_apart", 0):
+            warnings.warn(
+                f"{config.data}: its {len(train.classes)} subfolders are taken for classes, and {kept} of "
+                f"{len(train) + kept} images kept for testing; to train on all, move them into a folder train/ there",
+                Notice,
+                stacklevel=2,
+            )
         biased = config.bias_kind == "weights" or config.bias != 1
         ids = weights = None
         if biased:

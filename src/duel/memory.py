@@ -148,7 +148,8 @@ class WorkingMemory(Storage):
     ) -> Any:
         """Offer newcomers (B, d), in order. Returns their slots, int64 (B,), -1 where one was turned away.
 
-        With evicted=True returns (slots, Evicted): what left, copied before it was overwritten.
+        With evicted=True returns (slots, Evicted): what was in memory before and left, copied before that. A newcomer
+        that gave way to a later one of the same batch, which has the same slot, is not among them.
         """
         newcomers, compared, accepted = self._examine(embeddings, policy_embeddings)
         check_payload(payload, self.payload, newcomers.shape[0], self.device, anywhere=self.host)
@@ -196,16 +197,12 @@ class WorkingMemory(Storage):
         check_tensor(embeddings, "embeddings", f"(n, {self.dim})")
         if slots.dim() != 1 or slots.dtype != torch.int64 or slots.shape[0] != embeddings.shape[0]:
             raise UserError(f"slots must be int64 ({embeddings.shape[0]},), got {slots.dtype} {tuple(slots.shape)}")
-        if slots.numel() and not self._filled:
-            raise UserError("there is nothing to refresh: the memory is empty")
-        if slots.device.type == "cpu" and slots.numel():
-            if int(slots.min()) < 0 or int(slots.max()) >= self._filled:
-                raise UserError(f"slots must be between 0 and {self._filled - 1}, the filled ones")
-            if bool((slots.bincount(minlength=1) > 1).any()):
-                raise UserError(
-                    "slots must differ from each other, got some twice. (Slots that update() returned may: a later "
-                    "newcomer can take an earlier one's slot. What update() placed is fresh already)"
-                )
+        self._check_slots(slots)
+        if slots.device.type == "cpu" and bool((slots.bincount(minlength=1) > 1).any()):
+            raise UserError(
+                "slots must differ from each other, got some twice. (Slots that update() returned may: a later "
+                "newcomer can take an earlier one's slot. What update() placed is fresh already)"
+            )
         wanted = {name: spec for name, spec in self.payload.items() if name in payload}
         check_payload(payload, wanted, slots.shape[0], self.device, anywhere=self.host)
         fresh, compared, accepted = self._examine(embeddings, policy_embeddings)

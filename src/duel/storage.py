@@ -88,11 +88,24 @@ class Storage(nn.Module):
         """The payload of some slots (n,), on the memory's device wherever it is kept."""
         held = self[name]
         check_tensor(slots, "slots", "int64 (n,)")
+        self._check_slots(slots)
         rows = slots.to(held.device)  # waits for the device where the payload is on the host
         if held.device == self.device:
             return held[rows]
         staged = torch.empty(len(rows), *held.shape[1:], dtype=held.dtype, pin_memory=self.device.type == "cuda")
         return torch.index_select(held, 0, rows, out=staged).to(self.device, non_blocking=True)
+
+    def _check_slots(self, slots: Tensor) -> None:
+        """That they are filled ones, where looking costs no synchronisation."""
+        if (
+            slots.device.type == "cpu"
+            and slots.numel()
+            and not 0 <= int(slots.min()) <= int(slots.max()) < self._filled
+        ):
+            filled = (
+                f"between 0 and {self._filled - 1}, the filled ones" if self._filled else "none: the memory is empty"
+            )
+            raise UserError(f"slots must be {filled}; got {int(slots.min())} to {int(slots.max())}")
 
     def _stored(self, name: str) -> Tensor:
         held: Tensor = getattr(self, _buffer(name))

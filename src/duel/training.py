@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -222,7 +223,7 @@ class _Loop:
             if not finished:
                 log.say(
                     f"stopped by {stop.name} after step {step.done} of {step.steps}; everything is saved.\n"
-                    f"Continue with: duel train --out {self.out} --resume"
+                    f"Continue with: duel train --out {shlex.quote(str(self.out))} --resume"
                 )
         spent, shared = self.seconds, self.device_seconds
         return RunResult(self.out, step.done, finished, self.metrics, spent, stop.name, self.inputs.labelled, shared)

@@ -53,6 +53,9 @@ class FolderSource:
     labels) and added to `skipped`, with a warning.
     """
 
+    kept_apart = 0
+    """Images of the folder that are in the other part of a split that it did not bring itself."""
+
     def __init__(
         self,
         paths: list[Path],
@@ -234,6 +237,7 @@ def load(folder: Path, *, split: Split, image_size: int | None, residency: Resid
     resident = len(paths) * 3 * size**2 <= RESIDENT_BYTES if residency == "auto" else residency == "device"
     images: Tensor | None = None
     skipped: tuple[str, ...] = ()
+    kept_apart = 0
     if resident:
         images, good, skipped = _decode_all(paths, size, str(folder))
         paths, labels = [paths[i] for i in good.tolist()], None if labels is None else labels[good]
@@ -241,11 +245,16 @@ def load(folder: Path, *, split: Split, image_size: int | None, residency: Resid
             _check_classes(labels, classes, known, part)
     if train is None:
         ids = own_split(str(folder), labels, len(paths), split)
+        kept_apart = len(paths) - len(ids)
         paths, labels = [paths[i] for i in ids.tolist()], None if labels is None else labels[ids]
         images = None if images is None else images[ids]
+    source: ArraySource | FolderSource
     if images is None:
-        return FolderSource(paths, labels, name=str(folder), classes=classes, image_size=size)
-    return ArraySource(images, labels, name=str(folder), classes=classes, skipped=skipped, paths=_names(paths))
+        source = FolderSource(paths, labels, name=str(folder), classes=classes, image_size=size)
+    else:
+        source = ArraySource(images, labels, name=str(folder), classes=classes, skipped=skipped, paths=_names(paths))
+    source.kept_apart = kept_apart
+    return source
 
 
 def _check_classes(labels: Tensor, classes: tuple[str, ...], known: tuple[str, ...] | None, part: Path) -> None:

@@ -58,6 +58,9 @@ class ArraySource:
     and batches travel one by one.
     """
 
+    kept_apart = 0
+    """As a FolderSource has it."""
+
     def __init__(
         self,
         images: Tensor,

@@ -31,6 +31,9 @@ class Policy(nn.Module):
         self.max_age = max_age
         self._owned = False
 
+    def extra_repr(self) -> str:
+        return "" if self.max_age is None else f"max_age={self.max_age}"
+
     def attach(self, memory: WorkingMemory) -> None:
         """Called once by the memory that this policy will serve; the place to make buffers of its size."""
         if self._owned:
