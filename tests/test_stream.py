@@ -190,7 +190,9 @@ def test_each_item_once_in_order(resident: bool) -> None:
         ({"batch_size": 51}, "batch_size 51 is larger than the data: numbered has 50 images"),
         ({"ids": torch.arange(7)}, r"batch_size 8 .* has 7 images \(the biased subset\)"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"dwell": 0}, "dwell must be at least 1 frame per item, got 0"),
+        ({"dwell": 0}, "dwell must be a whole number of frames per item, at least 1, got 0"),
+        ({"dwell": 1.5}, "got 1.5"),
+        ({"ids": [5, 3]}, "ids must be a tensor, int64"),
         ({"weights": class_weights(6)}, "class 5 has no images"),
     ],
 )
@@ -202,6 +204,13 @@ def test_wrong_settings(settings: dict[str, object], says: str) -> None:
 def test_a_position_of_another_stream_is_refused() -> None:
     with pytest.raises(UserError, match="other data or settings"):
         make(numbered()).load_state_dict({"seed": 3, "block": 0, "offset": 60})
+    with pytest.raises(UserError, match="this is no position of a stream: it has step"):
+        make(numbered()).load_state_dict({"step": 3})
+
+
+def test_what_has_no_numbers_is_no_source() -> None:
+    with pytest.raises(UserError, match="duel.data.Source, whose items have numbers, got a generator"):
+        make(image for image in torch.zeros(50, 3, 4, 4))
 
 
 @pytest.mark.gpu

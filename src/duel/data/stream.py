@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from duel.checks import check_tensor, is_whole
 from duel.data.bias import ClassDraw
 from duel.data.folder import FolderSource
 from duel.data.sources import ArraySource, Source
@@ -185,14 +186,21 @@ class Stream:
         dwell: int = 1,
         workers: int | None = None,
     ) -> None:
+        if not (hasattr(source, "__len__") and hasattr(source, "images")):
+            raise UserError(
+                f"a Stream goes through a duel.data.Source, whose items have numbers, got a {type(source).__name__}; "
+                "make one of arrays with duel.data.ArraySource. What never ends goes into a WorkingMemory as it comes"
+            )
+        if ids is not None:
+            check_tensor(ids, "ids", "int64 (n,)")
         n = len(source) if ids is None else len(ids)
         if batch_size < 1:
             raise UserError(f"batch_size must be at least 1, got {batch_size}")
         if batch_size > n:
             part = "" if ids is None else " (the biased subset)"
             raise UserError(f"batch_size {batch_size} is larger than the data: {source.name} has {n} images{part}")
-        if dwell < 1:
-            raise UserError(f"dwell must be at least 1 frame per item, got {dwell}")
+        if not is_whole(dwell) or dwell < 1:
+            raise UserError(f"dwell must be a whole number of frames per item, at least 1, got {dwell}")
         self.device = torch.device(device)
         self.resident = isinstance(source, ArraySource) and source.resident
         self.source: Source = source.to(self.device) if isinstance(source, ArraySource) else source
@@ -240,6 +248,8 @@ class Stream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position; the stream must be made with the same settings."""
+        if not {"block", "offset", "seed"} <= state.keys():
+            raise UserError(f"this is no position of a stream: it has {', '.join(map(str, state)) or 'nothing'}")
         block, offset = int(state["block"]), int(state["offset"])
         if not 0 <= offset <= self.order.length or block < 0:
             raise UserError(
