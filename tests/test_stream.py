@@ -209,7 +209,7 @@ def test_a_position_of_another_stream_is_refused() -> None:
 
 
 def test_what_has_no_numbers_is_no_source() -> None:
-    with pytest.raises(UserError, match="duel.data.Source, whose items have numbers, got a generator"):
+    with pytest.raises(UserError, match="Source, whose items have numbers, got a generator"):
         make(image for image in torch.zeros(50, 3, 4, 4))
 
 
