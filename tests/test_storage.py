@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -100,7 +102,10 @@ def test_what_is_declared_wrongly_is_said():
     for size in (0, 2.0, True, "4"):
         with pytest.raises(UserError, match="size must be a whole number"):
             WorkingMemory(size, 8)
-    assert WorkingMemory(np.int64(4), 8).size == 4
+    saved = io.BytesIO()
+    torch.save(WorkingMemory(np.int64(4), np.int64(8)).state_dict(), saved)
+    saved.seek(0)
+    WorkingMemory(4, 8).load_state_dict(torch.load(saved, weights_only=True))
     empty = WorkingMemory(4, 8, payload={"id": ((), torch.int64)})
     with pytest.raises(UserError, match="the memory is empty"):
         empty.refresh(torch.tensor([0]), isotropic(1, 8, 0))

@@ -18,6 +18,11 @@ def is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether a floating-point type has less than single precision, by which unit rows are a per mille off."""
+    return dtype.itemsize < 4
+
+
 class RowsRefused(UserError):
     """Rows that are not finite or not of unit length."""
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from duel import policies
-from duel.checks import PayloadSpec, acceptable_rows, check_payload, check_rows, check_tensor
+from duel.checks import PayloadSpec, acceptable_rows, check_payload, check_rows, check_tensor, is_narrow
 from duel.compiling import eagerly
 from duel.errors import UserError
 from duel.hashing import uniform
 from duel.replacement import expected_duplicates
-from duel.replacement.units import is_narrow, widened
+from duel.replacement.units import widened
 from duel.slots import turns
 from duel.storage import Evicted, Storage
 

@@ -74,7 +74,7 @@ def prepare(out: Path, config: TrainConfig, *, overwrite: bool) -> None:
         json.dumps(values)
     except TypeError as error:
         raise UserError(f"the config cannot be written as JSON: {error}") from error
-    with _writable(out):
+    with writing(out, "give another with --out"):
         if overwrite:
             _clear(out)
         out.mkdir(parents=True, exist_ok=True)
@@ -89,20 +89,12 @@ class RunInUse(UserError):
 def held(out: Path) -> Iterator[None]:
     """Inside, no other process trains in this directory, which is made if need be."""
     with ExitStack() as stack:
-        with _writable(out):
+        with writing(out, "give another with --out"):
             out.mkdir(parents=True, exist_ok=True)
             mine = stack.enter_context(alone(out / LOCK))
         if not mine:
             raise RunInUse(f"another process is training in {out}; wait for it, or give another directory with --out")
         yield
-
-
-@contextmanager
-def _writable(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write to out {out}: {error.strerror or error}; give another with --out") from error
 
 
 def load_config(run: Path) -> TrainConfig:

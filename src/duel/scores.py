@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from duel.checks import is_narrow
 from duel.errors import UserError
 from duel.names import SCORE_FORMS, check_weight, check_width, score_parts
 
@@ -52,7 +53,7 @@ class Score:
 
     def __call__(self, cosines: Tensor) -> Tensor:
         """cosines of any shape and float dtype -> probabilities, same shape and dtype."""
-        narrow = cosines.dtype.itemsize < 4
+        narrow = is_narrow(cosines.dtype)
         x = cosines.float() if narrow else cosines
         h = self._evaluate_(x.clamp(-1.0, 1.0))
         return h.to(cosines.dtype) if narrow else h

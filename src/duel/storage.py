@@ -57,7 +57,8 @@ class Storage(nn.Module):
                 raise UserError(f"{name} must be a whole number >= 1, got {value!r}")
         if not dtype.is_floating_point:
             raise UserError(f"dtype must be a floating-point type, got {dtype}")
-        self.size, self.dim, self.policy_dim = size, dim, policy_dim
+        self.size, self.dim = int(size), int(dim)  # NumPy's would be saved as what torch.load refuses
+        self.policy_dim = None if policy_dim is None else int(policy_dim)
         self.payload, self.host = check_spec(payload), frozenset([host] if isinstance(host, str) else host)
         if not self.host <= self.payload.keys():
             raise UserError(f"host must name payload ({sorted(self.payload)}), got {sorted(self.host)}")
@@ -97,15 +98,13 @@ class Storage(nn.Module):
 
     def _check_slots(self, slots: Tensor) -> None:
         """That they are filled ones, where looking costs no synchronisation."""
-        if (
-            slots.device.type == "cpu"
-            and slots.numel()
-            and not 0 <= int(slots.min()) <= int(slots.max()) < self._filled
-        ):
-            filled = (
-                f"between 0 and {self._filled - 1}, the filled ones" if self._filled else "none: the memory is empty"
-            )
-            raise UserError(f"slots must be {filled}; got {int(slots.min())} to {int(slots.max())}")
+        if slots.device.type != "cpu" or not slots.numel():
+            return
+        least, most = (int(end) for end in slots.aminmax())
+        if least < 0 or most >= self._filled:
+            last = self._filled - 1
+            filled = f"between 0 and {last}, the filled ones" if self._filled else "none: the memory is empty"
+            raise UserError(f"slots must be {filled}; got {least} to {most}")
 
     def _stored(self, name: str) -> Tensor:
         held: Tensor = getattr(self, _buffer(name))

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from duel.checks import is_narrow
 from duel.scores import Score
 from duel.slots import highest
 
@@ -44,11 +45,6 @@ def widened(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows in the dtype that is computed in. Narrow rows are a per mille off unit length and are brought back to it."""
     wide = rows.to(dtype)
     return torch.nn.functional.normalize(wide, dim=-1) if is_narrow(rows.dtype) else wide
-
-
-def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether rows of this floating-point type are off unit length by more than single precision is."""
-    return dtype.itemsize < 4
 
 
 def exact_products(device: torch.device) -> AbstractContextManager[object]:
