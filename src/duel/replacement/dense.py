@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from duel.replacement import turns
 from duel.replacement.units import PAIRS, likeliest, pair_units, total_units, units
 from duel.scores import Score
 
@@ -117,11 +118,10 @@ class Batch:
         size, count = memory.shape[0], incoming.shape[0]
         self.whole = size <= max(WHOLE, width(count))
         if self.whole:
-            # float64 like N: to add a row of another dtype takes twice as long
-            h = units(score, incoming, torch.cat([incoming, memory]), e).fill_diagonal_(0.0).double()
+            h = units(score, incoming, torch.cat([incoming, memory]), e).fill_diagonal_(0.0)
             if size <= min(PAIRS, 2 * count):  # given or not, so that the same products decide
                 self.pairs = (pair_units(score, memory, e) if pairs is None else pairs).numpy()
-            self._simulate(h, h[:, count:].sum(1), memory, total)
+            self._simulate(h, _sum(h[:, count:], 1), memory, total)
             return
         self.seen = units(score, incoming, memory, e)  # (B, K)
         # within a batch slot j never exceeds N(j) + Σ_b h(z_j · z_b)
@@ -131,7 +131,7 @@ class Batch:
         known: dict[int, Tensor] = {}
         while True:
             chosen = self.candidates
-            h = torch.cat([own, self.seen[:, chosen]], 1).double()
+            h = torch.cat([own, self.seen[:, chosen]], 1)
             self._simulate(h, arriving, memory[chosen], total[chosen])
             self.lost = self._lost(known)
             overlooked = self._overlooked()
@@ -145,69 +145,47 @@ class Batch:
 
         h: (B, B + m) of newcomers and all items. arriving: N of the newcomers. total: of the candidates.
         """
-        self.newcomers, self.residents = h.numpy(), residents
+        count, size, run = len(h), len(residents), turns.fastest()
+        self.h = (h.double() if run is turns.by_numpy else h).numpy()
+        self.residents, self.running = residents, torch.cat([arriving, total]).numpy()
+        self.occupant = np.arange(count, count + size)
+        self.position, self.evicted = np.empty((2, count), np.int64)
+        self.level = np.empty(count)
+        self.rows, self.at = self.pairs, np.arange(size)
         if self.pairs is None:
-            # resident -> (rows of h against all residents, number of its own)
-            self.leaving: dict[int, tuple[Any, int]] = {}
-            self.known = np.zeros(h.shape[1], bool)  # items that have a row
-            self.known[: h.shape[0]] = True
-        self._exchange(torch.cat([arriving, total]).numpy())
+            # room that is hardly ever outgrown; what is not written to takes no memory
+            self.rows = np.empty((min(size, 8 * count + FETCH), size), h.numpy().dtype)
+            self.at, self.fetched = np.full(size, -1), 0
+        done = 0
+        while done < count:
+            done = run(
+                *(self.running, self.h, self.rows, self.at, self.occupant, self.compete, done),
+                *(self.position, self.evicted, self.level),
+            )
+            if done < count:
+                self._fetch(done)
 
-    def _row(self, gone: int, values: Any, occupant: Any) -> Any:
-        """h of resident `gone` against all residents, (m,). values: N of the occupants, the items in the slots."""
-        count = self.incoming.shape[0]
-        if self.pairs is not None:
-            return self.pairs[gone - count]
-        if gone not in self.leaving:
-            values[self.known[occupant]] = -math.inf
-            values[occupant == gone] = math.inf  # it must be among them, however many tie with it
-            likely = values.argsort()[-FETCH if self.leaving else -count :]
-            self._fetch(occupant[likely[values[likely] > -math.inf]])
-        rows, i = self.leaving[gone]
-        return rows[i]
-
-    def _fetch(self, items: Any) -> None:
-        """Compute the rows of h of these residents."""
-        rows = self.residents.index_select(0, torch.from_numpy(items - self.incoming.shape[0]))
-        h = units(self.score, rows, self.residents, self.e).numpy()
-        self.leaving.update({item: (h, i) for i, item in enumerate(items.tolist())})
-        self.known[items] = True
-
-    def _exchange(self, n: Any) -> None:
-        """One newcomer after the other. n: N of all items at first, overwritten."""
-        # NumPy's calls cost a fifth of torch's on vectors this short
-        h, compete = self.newcomers, self.compete
-        newcomers = len(h)
-        arriving, residents = n[:newcomers], n[newcomers:]
-        occupant = np.arange(newcomers, n.size)  # the item that each candidate's slot holds
-        position, evicted, level = [], [], []  # for each newcomer: whose place it took, which item left, its N then
-        for b in range(newcomers):
-            values = n[occupant]
-            if compete:
-                values += h[b, occupant]
-            p = int(values.argmax())
-            gone, highest = occupant.item(p), values[p]
-            if compete and n[b] > highest:
-                p, gone, highest = -1, b, n[b]  # it is turned away
-            position.append(p)
-            evicted.append(gone)
-            level.append(highest)
-            if gone == b:
-                continue
-            n += h[b]
-            if gone < newcomers:
-                n -= h[gone]
-            else:
-                # a column of what is known: computed anew, it could break a tie of two by its last bit
-                arriving -= h[:, gone]
-                residents -= self._row(gone, values, occupant)
-            occupant[p] = b
-        self.running, self.occupant = n, occupant
-        self.position, self.evicted, self.level = np.array(position, np.int64), evicted, level
+    def _fetch(self, b: int) -> None:
+        """Rows of h of residents that are likely to leave, and of the one that newcomer b puts out."""
+        count, occupant = len(self.h), self.occupant
+        values = self.running[occupant]
+        if self.compete:
+            values += self.h[b, occupant]
+        gone = values.argmax()
+        values[(occupant < count) | (self.at[np.maximum(occupant - count, 0)] >= 0)] = -math.inf  # no row is missing
+        values[gone] = math.inf  # it must be among them, however many tie with it
+        likely = values.argsort()[-FETCH if self.fetched else -count :]
+        items = occupant[likely[values[likely] > -math.inf]] - count
+        first, end = self.fetched, self.fetched + len(items)
+        if end > len(self.rows):
+            self.rows = np.concatenate([self.rows, np.empty_like(self.rows)])
+        rows = self.residents.index_select(0, torch.from_numpy(items))
+        self.rows[first:end] = units(self.score, rows, self.residents, self.e).numpy()
+        self.at[items], self.fetched = np.arange(first, end), end
 
     def _lost(self, known: dict[int, Tensor]) -> Tensor:
         """What every slot saw of the item that left for newcomer b: (B, K). known: rows of residents, by slot."""
-        evicted, count = torch.tensor(self.evicted), self.incoming.shape[0]
+        evicted, count = torch.from_numpy(self.evicted), self.incoming.shape[0]
         lost = self.seen[evicted.clamp(max=count - 1)]  # a newcomer that left again, or was turned away
         residents = self._residents_that_left()
         for b, slot in residents.items():
@@ -220,11 +198,11 @@ class Batch:
     def _residents_that_left(self) -> dict[int, int]:
         """The slot of the resident that left for newcomer b, by b; not of a newcomer that left again."""
         count, slots = self.incoming.shape[0], self.candidates.tolist()
-        return {b: slots[item - count] for b, item in enumerate(self.evicted) if item >= count}
+        return {b: slots[item - count] for b, item in enumerate(self.evicted.tolist()) if item >= count}
 
     def _overlooked(self) -> Tensor:
         """Slots beside the candidates that should have left for a newcomer, and some that nearly had to; int64 (n,)."""
-        level, taken = np.array(self.level), self._named(turned_away=self.memory.shape[0]).numpy()
+        level, taken = self.level, self._named(turned_away=self.memory.shape[0]).numpy()
         beside = self.bound.numpy() >= level.min()
         beside[self.candidates.numpy()] = False
         (slots,) = beside.nonzero()

@@ -1,0 +1,138 @@
+"""The turns of a batch on the CPU: one newcomer after the other takes the place of the item with the largest N.
+
+Compiled where numba is installed (`pip install 'duel-ssl[fast]'`), by NumPy otherwise. Both give the same numbers: N
+and h are whole, so that their sums do not depend on the order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Turns(Protocol):
+    """Place newcomers from `first` on, until one puts out a resident whose row of h is missing.
+
+    Returns that newcomer, who has not been placed, or B if all have been. Items are numbered as in `dense.Batch`.
+
+    n: float64 (B + m,), N of all items. h: (B, B + m), of newcomers and items, whole numbers. rows: (r, m), h of some
+    residents against all. at: int64 (m,), where in `rows` that of each resident is, -1 if it is missing. occupant:
+    int64 (m,), the item in each slot. position, evicted: int64 (B,), level: float64 (B,): for each newcomer the slot
+    it took, the item that left (itself, and slot -1, if it was turned away) and that item's N then.
+    All but h, rows and at are written to.
+    """
+
+    def __call__(
+        self,
+        n: Any,
+        h: Any,
+        rows: Any,
+        at: Any,
+        occupant: Any,
+        compete: bool,
+        first: int,
+        position: Any,
+        evicted: Any,
+        level: Any,
+    ) -> int: ...
+
+
+def by_numpy(
+    n: Any,
+    h: Any,
+    rows: Any,
+    at: Any,
+    occupant: Any,
+    compete: bool,
+    first: int,
+    position: Any,
+    evicted: Any,
+    level: Any,
+) -> int:
+    """Takes twice as long where h is not float64 like n."""
+    count = len(h)
+    arriving, residents = n[:count], n[count:]
+    for b in range(first, count):
+        values = n[occupant]
+        if compete:
+            values += h[b, occupant]
+        p = values.argmax()
+        gone, highest = occupant.item(p), values[p]
+        if compete and n[b] > highest:
+            position[b], evicted[b], level[b] = -1, b, n[b]
+            continue
+        row = at.item(gone - count) if gone >= count else 0
+        if row < 0:
+            return b
+        position[b], evicted[b], level[b] = p, gone, highest
+        n += h[b]
+        if gone < count:
+            n -= h[gone]
+        else:
+            # a column of what is known: computed anew, it could break a tie of two by its last bit
+            arriving -= h[:, gone]
+            residents -= rows[row]
+        occupant[p] = b
+    return count
+
+
+def _by_loops(
+    n: Any,
+    h: Any,
+    rows: Any,
+    at: Any,
+    occupant: Any,
+    compete: bool,
+    first: int,
+    position: Any,
+    evicted: Any,
+    level: Any,
+) -> int:
+    """The same without a temporary array, to be compiled."""
+    count: int = h.shape[0]
+    slots = occupant.size
+    for b in range(first, count):
+        p, highest = 0, -np.inf
+        for slot in range(slots):
+            value = n[occupant[slot]]
+            if compete:
+                value += h[b, occupant[slot]]
+            if value > highest:
+                p, highest = slot, value
+        if compete and n[b] > highest:
+            position[b], evicted[b], level[b] = -1, b, n[b]
+            continue
+        gone = occupant[p]
+        row = at[gone - count] if gone >= count else 0
+        if row < 0:
+            return b
+        position[b], evicted[b], level[b] = p, gone, highest
+        # first the one, then the other: the difference of two h would be rounded to their dtype
+        if gone < count:
+            for item in range(n.size):
+                n[item] = (n[item] + h[b, item]) - h[gone, item]
+        else:
+            for item in range(count):
+                n[item] = (n[item] + h[b, item]) - h[item, gone]
+            for item in range(slots):
+                n[count + item] = (n[count + item] + h[b, count + item]) - rows[row, item]
+        occupant[p] = b
+    return count
+
+
+@functools.cache
+def fastest() -> Turns:
+    """Compiled, unless numba is not installed or switched off."""
+    try:
+        import numba
+    except ImportError:  # which it raises, too, where it does not know this NumPy yet
+        return by_numpy
+    if numba.config.DISABLE_JIT:
+        return by_numpy
+    try:
+        compiled: Turns = numba.njit(cache=True)(_by_loops)
+    except RuntimeError:  # nowhere to keep what was compiled
+        compiled = numba.njit(_by_loops)
+    return compiled
