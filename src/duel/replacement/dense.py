@@ -121,12 +121,12 @@ class Batch:
             h = units(score, incoming, torch.cat([incoming, memory]), e).fill_diagonal_(0.0)
             if size <= min(PAIRS, 2 * count):  # given or not, so that the same products decide
                 self.pairs = (pair_units(score, memory, e) if pairs is None else pairs).numpy()
-            self._simulate(h, _sum(h[:, count:], 1), memory, total)
+            self._simulate(h, _sum(h.numpy()[:, count:], 1), memory, total)
             return
         self.seen = units(score, incoming, memory, e)  # (B, K)
         # within a batch slot j never exceeds N(j) + Σ_b h(z_j · z_b)
-        self.bound = total + _sum(self.seen, 0)
-        own, arriving = pair_units(score, incoming, e), _sum(self.seen, 1)
+        self.bound = total + torch.from_numpy(_sum(self.seen.numpy(), 0))
+        own, arriving = pair_units(score, incoming, e), _sum(self.seen.numpy(), 1)
         self.candidates, _ = likeliest(total, self.bound, width(count))
         known: dict[int, Tensor] = {}
         while True:
@@ -140,14 +140,14 @@ class Batch:
             known = {slot: self.lost[b] for b, slot in self._residents_that_left().items()}
             self.candidates = torch.cat([chosen, overlooked]).sort().values
 
-    def _simulate(self, h: Tensor, arriving: Tensor, residents: Tensor, total: Tensor) -> None:
+    def _simulate(self, h: Tensor, arriving: Any, residents: Tensor, total: Tensor) -> None:
         """The policy on candidates and newcomers alone.
 
         h: (B, B + m) of newcomers and all items. arriving: N of the newcomers. total: of the candidates.
         """
         count, size, run = len(h), len(residents), turns.fastest()
         self.h = (h.double() if run is turns.by_numpy else h).numpy()
-        self.residents, self.running = residents, torch.cat([arriving, total]).numpy()
+        self.residents, self.running = residents, np.concatenate([arriving, total.numpy()])
         self.occupant = np.arange(count, count + size)
         self.position, self.evicted = np.empty((2, count), np.int64)
         self.level = np.empty(count)
@@ -242,8 +242,8 @@ class Batch:
         total = torch.from_numpy(self.running[self.occupant])
         if self.whole:
             return total
-        change = _sum(self.seen, 0) - _sum(self.lost, 0)
-        return (self.total + change).index_copy(0, self.candidates, total)
+        change = _sum(self.seen.numpy(), 0) - _sum(self.lost.numpy(), 0)
+        return (self.total + torch.from_numpy(change)).index_copy(0, self.candidates, total)
 
     def memory_after(self) -> Tensor:
         """(K, d): the memory with the newcomers that were admitted."""
@@ -251,6 +251,6 @@ class Batch:
         return held if self.whole else self.memory.index_copy(0, self.candidates, held)
 
 
-def _sum(h: Tensor, dim: int) -> Tensor:
-    """Whole numbers summed in float64. NumPy widens them as it goes, torch makes a copy of them all first."""
-    return torch.from_numpy(h.numpy().sum(dim, dtype=np.float64))
+def _sum(h: Any, dim: int) -> Any:
+    """Whole numbers (n, m) summed in float64. NumPy widens them as it goes, torch makes a copy of them all first."""
+    return h.sum(dim, dtype=np.float64)
