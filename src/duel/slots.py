@@ -43,8 +43,9 @@ def put_rows(target: Tensor, at: Any, rows: Tensor, which: Any) -> None:
 
 def _array(rows: Tensor) -> Any:
     """For NumPy; of a dtype that it does not know, the bits."""
-    rows = rows.detach().view(torch.int16) if rows.dtype == torch.bfloat16 else bits(rows)
-    return rows.numpy(force=True)  # negated where that was put off
+    rows = rows.detach()
+    rows = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else bits(rows)
+    return rows.resolve_neg().numpy() if rows.is_neg() else rows.numpy()  # negated where that was put off
 
 
 def bits(rows: Tensor) -> Tensor:

@@ -128,8 +128,11 @@ class Duel(Policy):
         if self.at_once:
             return self._choose_at_once(memory, incoming, ~takes_part(incoming))
         skip = None if all_take_part(incoming) else ~takes_part(incoming)
-        pairs, self._pairs = self._pairs if self._pairs_of == _version(memory.compared) else None, None
-        done = replace_unchecked(memory.compared, incoming, self.score, self.admit, carried, self.engine, skip, pairs)
+        compared, pairs = memory.compared, self._pairs
+        if pairs is not None:
+            self._pairs = None  # the memory is about to change
+            pairs = pairs if self._pairs_of == _version(compared) else None
+        done = replace_unchecked(compared, incoming, self.score, self.admit, carried, self.engine, skip, pairs)
         self.duplicates.copy_(done.duplicates)
         return done.slots
 

@@ -51,7 +51,7 @@ class MinRed(Policy):
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
         dtype = compute_dtype(memory.compared, incoming)
-        with torch.no_grad(), exact_products(incoming.device):
+        with exact_products(incoming.device):
             z, x = memory.compared.to(dtype).clone(), incoming.to(dtype)
             skip = ~takes_part(x)
             if z.device.type != "cpu" and z.shape[0] > WHOLE:

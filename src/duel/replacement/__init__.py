@@ -94,7 +94,7 @@ def replace_unchecked(
     skip: bool (B,), rows to leave out. pairs: what `counted` gave of this very memory.
     """
     run = _engine(engine, admit, memory, score)
-    with torch.no_grad(), exact_products(memory.device):
+    with exact_products(memory.device):
         dtype = compute_dtype(memory, incoming)
         e = exponent(memory.shape[0])
         total = None if duplicates is None else (duplicates.double() * 2.0**e).round_()
@@ -119,7 +119,7 @@ def counted(memory: Tensor, score: scores.Score) -> tuple[Tensor, Tensor | None]
     from duel.replacement import fused
 
     rows, e = widened(memory, compute_dtype(memory)), exponent(memory.shape[0])
-    with torch.no_grad(), exact_products(memory.device):
+    with exact_products(memory.device):
         if memory.device.type == "cpu" and memory.shape[0] <= PAIRS:
             pairs = pair_units(score, rows, e)
             return pairs.sum(1, dtype=torch.float64) * 2.0**-e, pairs
@@ -134,7 +134,7 @@ def exchange(duplicates: Tensor, memory: Tensor, slots: Tensor, old: Tensor, sco
     e, dtype = exponent(memory.shape[0]), compute_dtype(memory)
     fast = memory.is_cuda and not fused.unavailable(memory, score)
     run = fused.exchange_fused if fast else exchange_units
-    with torch.no_grad(), exact_products(memory.device):
+    with exact_products(memory.device):
         total = (duplicates * 2.0**e).round_()
         return run(total, widened(memory, dtype), slots, widened(old, dtype), score, e) * 2.0**-e
 

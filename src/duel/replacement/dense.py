@@ -121,7 +121,7 @@ class Batch:
             h = units(score, incoming, torch.cat([incoming, memory]), e).fill_diagonal_(0.0)
             if size <= min(PAIRS, 2 * count):  # given or not, so that the same products decide
                 self.pairs = (pair_units(score, memory, e) if pairs is None else pairs).numpy()
-            self._simulate(h, _sum(h.numpy()[:, count:], 1), memory, total)
+            self._simulate(h, np.zeros(count), memory, total)
             return
         self.seen = units(score, incoming, memory, e)  # (B, K)
         # within a batch slot j never exceeds N(j) + Σ_b h(z_j · z_b)
@@ -131,8 +131,9 @@ class Batch:
         known: dict[int, Tensor] = {}
         while True:
             chosen = self.candidates
-            h = torch.cat([own, self.seen[:, chosen]], 1)
-            self._simulate(h, arriving, memory[chosen], total[chosen])
+            seen = self.seen[:, chosen]
+            elsewhere = arriving - _sum(seen.numpy(), 1)
+            self._simulate(torch.cat([own, seen], 1), elsewhere, memory[chosen], total[chosen])
             self.lost = self._lost(known)
             overlooked = self._overlooked()
             if not overlooked.numel():
@@ -140,14 +141,15 @@ class Batch:
             known = {slot: self.lost[b] for b, slot in self._residents_that_left().items()}
             self.candidates = torch.cat([chosen, overlooked]).sort().values
 
-    def _simulate(self, h: Tensor, arriving: Any, residents: Tensor, total: Tensor) -> None:
+    def _simulate(self, h: Tensor, elsewhere: Any, residents: Tensor, total: Tensor) -> None:
         """The policy on candidates and newcomers alone.
 
-        h: (B, B + m) of newcomers and all items. arriving: N of the newcomers. total: of the candidates.
+        h: (B, B + m) of newcomers and all items. elsewhere: N of the newcomers against slots beside the candidates.
+        total: N of the candidates.
         """
         count, size, run = len(h), len(residents), turns.fastest()
         self.h = (h.double() if run is turns.by_numpy else h).numpy()
-        self.residents, self.running = residents, np.concatenate([arriving, total.numpy()])
+        self.residents, self.running = residents, np.concatenate([elsewhere, total.numpy()])
         self.occupant = np.arange(count, count + size)
         self.position, self.evicted = np.empty((2, count), np.int64)
         self.level = np.empty(count)
@@ -156,7 +158,7 @@ class Batch:
             # room that is hardly ever outgrown; what is not written to takes no memory
             self.rows = np.empty((min(size, 8 * count + FETCH), size), h.numpy().dtype)
             self.at, self.fetched = np.full(size, -1), 0
-        done = 0
+        done = -1
         while done < count:
             done = run(
                 *(self.running, self.h, self.rows, self.at, self.occupant, self.compete, done),

@@ -13,15 +13,15 @@ import numpy as np
 
 
 class Turns(Protocol):
-    """Place newcomers from `first` on, until one puts out a resident whose row of h is missing.
+    """Place newcomers from `first` on (-1: it is the first call), until one puts out a resident whose row is missing.
 
     Returns that newcomer, who has not been placed, or B if all have been. Items are numbered as in `dense.Batch`.
 
-    n: float64 (B + m,), N of all items. h: (B, B + m), of newcomers and items, whole numbers. rows: (r, m), h of some
-    residents against all. at: int64 (m,), where in `rows` that of each resident is, -1 if it is missing. occupant:
-    int64 (m,), the item in each slot. position, evicted: int64 (B,), level: float64 (B,): for each newcomer the slot
-    it took, the item that left (itself, and slot -1, if it was turned away) and that item's N then.
-    All but h, rows and at are written to.
+    n: float64 (B + m,), N of all items; of newcomers at the first call without what they see of the m residents.
+    h: (B, B + m), of newcomers and items, whole numbers. rows: (r, m), h of some residents against all. at: int64 (m,),
+    where in `rows` that of each resident is, -1 if it is missing. occupant: int64 (m,), the item in each slot.
+    position, evicted: int64 (B,), level: float64 (B,): for each newcomer the slot it took, the item that left (itself,
+    and slot -1, if it was turned away) and that item's N then. All but h, rows and at are written to.
     """
 
     def __call__(
@@ -54,7 +54,9 @@ def by_numpy(
     """Takes twice as long where h is not float64 like n."""
     count = len(h)
     arriving, residents = n[:count], n[count:]
-    for b in range(first, count):
+    if first < 0:
+        arriving += h[:, count:].sum(1, dtype=np.float64)
+    for b in range(max(first, 0), count):
         values = n[occupant]
         if compete:
             values += h[b, occupant]
@@ -93,7 +95,13 @@ def _by_loops(
     """The same without a temporary array, to be compiled."""
     count: int = h.shape[0]
     slots = occupant.size
-    for b in range(first, count):
+    if first < 0:
+        for b in range(count):
+            seen = n[b]
+            for item in range(count, n.size):
+                seen += h[b, item]
+            n[b] = seen
+    for b in range(max(first, 0), count):
         p, highest = 0, -np.inf
         for slot in range(slots):
             value = n[occupant[slot]]
@@ -131,8 +139,9 @@ def fastest() -> Turns:
         return by_numpy
     if numba.config.DISABLE_JIT:
         return by_numpy
+    free = {"reassoc"}  # the order of sums is the compiler's choice
     try:
-        compiled: Turns = numba.njit(cache=True)(_by_loops)
+        compiled: Turns = numba.njit(cache=True, fastmath=free)(_by_loops)
     except RuntimeError:  # nowhere to keep what was compiled
-        compiled = numba.njit(_by_loops)
+        compiled = numba.njit(fastmath=free)(_by_loops)
     return compiled

@@ -48,16 +48,23 @@ def widened(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def exact_products(device: torch.device) -> AbstractContextManager[object]:
-    """IEEE products whatever the caller has set: no autocast, no TF32."""
+    """IEEE products, without gradients, whatever the caller has set: no autocast, no TF32."""
     if device.type == "cuda":
         return _exact_on_cuda()
     # to switch off what is not on takes as long as a small product
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    on = torch.is_grad_enabled() or torch.is_autocast_enabled(device.type)
+    return _exact(device.type) if on else nullcontext()
+
+
+@contextmanager
+def _exact(kind: str) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
+        yield
 
 
 @contextmanager
 def _exact_on_cuda() -> Iterator[None]:
-    with torch.autocast("cuda", enabled=False):
+    with _exact("cuda"):
         matmul = torch.backends.cuda.matmul
         # newer releases have another switch, beside which the older one may not be read
         name, exact = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
