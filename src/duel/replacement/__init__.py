@@ -19,6 +19,7 @@ from duel.replacement.units import (
     exact_products,
     exchange_units,
     exponent,
+    in_units,
     pair_units,
     total_units,
     widened,
@@ -97,7 +98,7 @@ def replace_unchecked(
     with exact_products(memory.device):
         dtype = compute_dtype(memory, incoming)
         e = exponent(memory.shape[0])
-        total = None if duplicates is None else (duplicates.double() * 2.0**e).round_()
+        total = None if duplicates is None else in_units(duplicates, e)
         if incoming.shape[0] == 0:
             total = total_units(score, widened(memory, dtype), e) if total is None else total
             return Replacement(torch.empty(0, dtype=torch.int64, device=memory.device), total * 2.0**-e)
@@ -135,7 +136,7 @@ def exchange(duplicates: Tensor, memory: Tensor, slots: Tensor, old: Tensor, sco
     fast = memory.is_cuda and not fused.unavailable(memory, score)
     run = fused.exchange_fused if fast else exchange_units
     with exact_products(memory.device):
-        total = (duplicates * 2.0**e).round_()
+        total = in_units(duplicates, e)
         return run(total, widened(memory, dtype), slots, widened(old, dtype), score, e) * 2.0**-e
 
 

@@ -121,7 +121,7 @@ class Batch:
             h = units(score, incoming, torch.cat([incoming, memory]), e).fill_diagonal_(0.0)
             if size <= min(PAIRS, 2 * count):  # given or not, so that the same products decide
                 self.pairs = (pair_units(score, memory, e) if pairs is None else pairs).numpy()
-            self._simulate(h, np.zeros(count), memory, total)
+            self._simulate(h, 0.0, memory, total)
             return
         self.seen = units(score, incoming, memory, e)  # (B, K)
         # within a batch slot j never exceeds N(j) + Σ_b h(z_j · z_b)
@@ -149,10 +149,10 @@ class Batch:
         """
         count, size, run = len(h), len(residents), turns.fastest()
         self.h = (h.double() if run is turns.by_numpy else h).numpy()
-        self.residents, self.running = residents, np.concatenate([elsewhere, total.numpy()])
+        self.residents, self.running = residents, np.empty(count + size)
+        self.running[:count], self.running[count:] = elsewhere, total.numpy()
         self.occupant = np.arange(count, count + size)
-        self.position, self.evicted = np.empty((2, count), np.int64)
-        self.level = np.empty(count)
+        self.position, self.evicted, self.level = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count)
         self.rows, self.at = self.pairs, np.arange(size)
         if self.pairs is None:
             # room that is hardly ever outgrown; what is not written to takes no memory

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,6 +75,13 @@ def _exact_on_cuda() -> Iterator[None]:
             yield
         finally:
             setattr(matmul, name, before)
+
+
+def in_units(n: Tensor, e: int) -> Tensor:
+    """N (K,), as it is given and kept, in units: float64."""
+    if n.device.type == "cpu":  # NumPy's calls take less time than torch's
+        return torch.from_numpy(np.rint(n.detach().double().numpy() * 2.0**e))
+    return (n.double() * 2.0**e).round_()
 
 
 def units(score: Score, rows: Tensor, columns: Tensor, e: int) -> Tensor:
