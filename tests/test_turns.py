@@ -46,7 +46,7 @@ def play(run: turns.Turns, compete: bool, **of: int) -> tuple[dict, list[int]]:
     return state, asked
 
 
-RUNS = {"loops": lambda: turns._by_loops, "compiled": turns.fastest}
+RUNS = {"loops": lambda: turns._by_loops, "compiled": turns.compiled}
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -55,7 +55,7 @@ RUNS = {"loops": lambda: turns._by_loops, "compiled": turns.fastest}
 @pytest.mark.parametrize(("count", "slots"), [(1, 1), (1, 9), (9, 1), (12, 30), (40, 13)])
 @pytest.mark.parametrize("most", [2, 1 << 24])  # everything ties; sums that float32 cannot hold
 def test_every_way_gives_the_same(run, compete, dtype, count, slots, most):
-    if run == "compiled" and turns.fastest() is turns.by_numpy:
+    if run == "compiled" and turns.compiled() is turns.by_numpy:
         pytest.skip("numba is not installed")
     of = {"count": count, "slots": slots, "most": most, "dtype": dtype}
     for seed in range(4):
@@ -69,13 +69,12 @@ def test_every_way_gives_the_same(run, compete, dtype, count, slots, most):
 
 @pytest.mark.parametrize("admit", ["always", "compete"])
 @pytest.mark.parametrize("size", [60, 500, 9000])  # all pairs known; rows fetched; candidates only
-@pytest.mark.parametrize("run", ["by_numpy", "fastest"])
+@pytest.mark.parametrize("run", ["by_numpy", "compiled"])
 def test_the_dense_engine_gives_the_same_with_each(monkeypatch, size, admit, run):
     """Cosines are exact, so that slots and N must be, too."""
-    if run == "by_numpy":
-        monkeypatch.setattr(turns, "fastest", lambda: turns.by_numpy)
-    elif turns.fastest() is turns.by_numpy:
+    if run == "compiled" and turns.compiled() is turns.by_numpy:
         pytest.skip("numba is not installed")
+    monkeypatch.setattr(turns, "_waited", 0.0 if run == "by_numpy" else turns.PATIENCE)
     memory, incoming = lattice(size, 8, 0), lattice(70, 8, 1)
     if size > dense.WHOLE:  # too many for the paper's loop
         memory = clusters(size, 8, 0)[0]
@@ -92,10 +91,10 @@ def test_the_dense_engine_gives_the_same_with_each(monkeypatch, size, admit, run
 
 def test_without_numba_numpy_does_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert turns.fastest.__wrapped__() is turns.by_numpy
+    assert turns.compiled.__wrapped__() is turns.by_numpy
     off = types.SimpleNamespace(config=types.SimpleNamespace(DISABLE_JIT=True))
     monkeypatch.setitem(sys.modules, "numba", off)
-    assert turns.fastest.__wrapped__() is turns.by_numpy
+    assert turns.compiled.__wrapped__() is turns.by_numpy
 
 
 def test_where_nothing_can_be_kept_it_is_compiled_each_time(monkeypatch):
@@ -109,4 +108,16 @@ def test_where_nothing_can_be_kept_it_is_compiled_each_time(monkeypatch):
 
     numba = types.SimpleNamespace(config=types.SimpleNamespace(DISABLE_JIT=False), njit=njit)
     monkeypatch.setitem(sys.modules, "numba", numba)
-    assert turns.fastest.__wrapped__() == ("compiled", turns._by_loops)
+    assert turns.compiled.__wrapped__() == ("compiled", turns._by_loops)
+
+
+def test_numba_is_loaded_once_that_much_time_was_spent_without(monkeypatch):
+    monkeypatch.setattr(turns, "compiled", lambda: turns._by_loops)
+    monkeypatch.setattr(turns, "_waited", 0.0)
+    assert turns.fastest() is turns.by_numpy
+    memory, incoming = lattice(60, 8, 0), lattice(70, 8, 1)
+    want = replace(memory, incoming, engine="dense")
+    assert 0 < turns._waited < turns.PATIENCE
+    turns.at_once()
+    assert turns.fastest() is turns._by_loops
+    assert torch.equal(replace(memory, incoming, engine="dense").slots, want.slots)

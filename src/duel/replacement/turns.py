@@ -1,15 +1,22 @@
 """The turns of a batch on the CPU: one newcomer after the other takes the place of the item with the largest N.
 
-Compiled where numba is installed (`pip install 'duel-ssl[fast]'`), by NumPy otherwise. Both give the same numbers: N
-and h are whole, so that their sums do not depend on the order.
+By NumPy, and compiled where numba is installed (`pip install 'duel-ssl[fast]'`), as soon as NumPy has taken as long as
+loading it does. Both give the same numbers: N and h are whole, so that their sums do not depend on the order.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any, Protocol
 
 import numpy as np
+
+#: Seconds that turns may take by NumPy before numba is loaded, which takes about so many: it never costs more than it
+#: has yet to give.
+PATIENCE = 2.0
+
+_waited = 0.0
 
 
 class Turns(Protocol):
@@ -52,7 +59,8 @@ def by_numpy(
     level: Any,
 ) -> int:
     """Takes twice as long where h is not float64 like n."""
-    count = len(h)
+    global _waited
+    began, count = time.perf_counter(), len(h)
     arriving, residents = n[:count], n[count:]
     if first < 0:
         arriving += h[:, count:].sum(1, dtype=np.float64)
@@ -67,7 +75,8 @@ def by_numpy(
             continue
         row = at.item(gone - count) if gone >= count else 0
         if row < 0:
-            return b
+            count = b
+            break
         position[b], evicted[b], level[b] = p, gone, highest
         n += h[b]
         if gone < count:
@@ -77,6 +86,7 @@ def by_numpy(
             arriving -= h[:, gone]
             residents -= rows[row]
         occupant[p] = b
+    _waited += time.perf_counter() - began
     return count
 
 
@@ -130,9 +140,19 @@ def _by_loops(
     return count
 
 
-@functools.cache
 def fastest() -> Turns:
-    """Compiled, unless numba is not installed or switched off."""
+    return compiled() if _waited >= PATIENCE else by_numpy
+
+
+def at_once() -> None:
+    """No patience any more: what is measured is a long training's."""
+    global _waited
+    _waited = PATIENCE
+
+
+@functools.cache
+def compiled() -> Turns:
+    """Machine code; `by_numpy` where numba is not installed or switched off."""
     try:
         import numba
     except ImportError:  # which it raises, too, where it does not know this NumPy yet
@@ -141,7 +161,7 @@ def fastest() -> Turns:
         return by_numpy
     free = {"reassoc"}  # the order of sums is the compiler's choice
     try:
-        compiled: Turns = numba.njit(cache=True, fastmath=free)(_by_loops)
+        loops: Turns = numba.njit(cache=True, fastmath=free)(_by_loops)
     except RuntimeError:  # nowhere to keep what was compiled
-        compiled = numba.njit(fastmath=free)(_by_loops)
-    return compiled
+        loops = numba.njit(fastmath=free)(_by_loops)
+    return loops
