@@ -35,7 +35,7 @@ def play(run: turns.Turns, compete: bool, **of: int) -> tuple[dict, list[int]]:
     """All turns of `case`; each missing row is given when it is asked for. Returns also where it was."""
     state, residents = case(**of)
     done, asked = -1, []
-    while (done := run(**state, compete=compete, first=done)) < len(state["h"]):
+    while (done := run(tuple(state.values()), compete, done)) < len(state["h"]):
         asked.append(done)
         values = state["n"][state["occupant"]]
         values += state["h"][done, state["occupant"]] if compete else 0

@@ -160,10 +160,8 @@ class Batch:
             self.at, self.fetched = np.full(size, -1), 0
         done = -1
         while done < count:
-            done = run(
-                *(self.running, self.h, self.rows, self.at, self.occupant, self.compete, done),
-                *(self.position, self.evicted, self.level),
-            )
+            shared = (self.running, self.h, self.rows, self.at, self.occupant)
+            done = run((*shared, self.position, self.evicted, self.level), self.compete, done)
             if done < count:
                 self._fetch(done)
 

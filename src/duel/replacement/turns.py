@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -19,47 +20,25 @@ PATIENCE = 2.0
 _waited = 0.0
 
 
-class Turns(Protocol):
-    """Place newcomers from `first` on (-1: it is the first call), until one puts out a resident whose row is missing.
+Arrays = tuple[Any, ...]
+"""(n, h, rows, at, occupant, position, evicted, level) of a batch, items numbered as in `dense.Batch`.
 
-    Returns that newcomer, who has not been placed, or B if all have been. Items are numbered as in `dense.Batch`.
+n: float64 (B + m,), N of all items; of newcomers at the first call without what they see of the m residents. h: (B, B +
+m), of newcomers and items, whole numbers. rows: (r, m), h of some residents against all. at: int64 (m,), where in rows
+that of each resident is, -1 if it is missing. occupant: int64 (m,), the item in each slot. position, evicted: int64
+(B,), level: float64 (B,): for each newcomer the slot it took, the item that left (itself, and slot -1, if it was turned
+away) and that item's N then. All but h, rows and at are written to.
+"""
 
-    n: float64 (B + m,), N of all items; of newcomers at the first call without what they see of the m residents.
-    h: (B, B + m), of newcomers and items, whole numbers. rows: (r, m), h of some residents against all. at: int64 (m,),
-    where in `rows` that of each resident is, -1 if it is missing. occupant: int64 (m,), the item in each slot.
-    position, evicted: int64 (B,), level: float64 (B,): for each newcomer the slot it took, the item that left (itself,
-    and slot -1, if it was turned away) and that item's N then. All but h, rows and at are written to.
-    """
-
-    def __call__(
-        self,
-        n: Any,
-        h: Any,
-        rows: Any,
-        at: Any,
-        occupant: Any,
-        compete: bool,
-        first: int,
-        position: Any,
-        evicted: Any,
-        level: Any,
-    ) -> int: ...
+Turns = Callable[[Arrays, bool, int], int]
+"""(arrays, compete, first): place newcomers from `first` on (-1: it is the first call), until one puts out a resident
+whose row is missing. Returns that newcomer, who has not been placed, or B if all have been."""
 
 
-def by_numpy(
-    n: Any,
-    h: Any,
-    rows: Any,
-    at: Any,
-    occupant: Any,
-    compete: bool,
-    first: int,
-    position: Any,
-    evicted: Any,
-    level: Any,
-) -> int:
+def by_numpy(arrays: Arrays, compete: bool, first: int) -> int:
     """Takes twice as long where h is not float64 like n."""
     global _waited
+    n, h, rows, at, occupant, position, evicted, level = arrays
     began, count = time.perf_counter(), len(h)
     arriving, residents = n[:count], n[count:]
     if first < 0:
@@ -90,19 +69,9 @@ def by_numpy(
     return count
 
 
-def _by_loops(
-    n: Any,
-    h: Any,
-    rows: Any,
-    at: Any,
-    occupant: Any,
-    compete: bool,
-    first: int,
-    position: Any,
-    evicted: Any,
-    level: Any,
-) -> int:
+def _by_loops(arrays: Arrays, compete: bool, first: int) -> int:
     """The same without a temporary array, to be compiled."""
+    n, h, rows, at, occupant, position, evicted, level = arrays
     count: int = h.shape[0]
     slots = occupant.size
     if first < 0:
