@@ -30,6 +30,8 @@ CANDIDATES = 1024
 #: So many processes may share a GPU through MPS. The programs of the literal loop wait for each other: processes that
 #: took more than their share could each hold a part of the GPU and wait for ever.
 SHARING = 8
+#: Programs of the literal loop on one processor, and the registers that each of their 128 threads may have then.
+PER_PROCESSOR, REGISTERS = 4, 128
 
 
 def unavailable(memory: Tensor, score: Score) -> str | None:
@@ -154,17 +156,17 @@ class _Launch:
         parts = 1
         if self.memory.is_cuda:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
-            parts = max(1, min(processors // SHARING, -(-size // 64)))
+            parts = max(1, min(PER_PROCESSOR * (processors // SHARING), -(-size // 64)))
         most, width = _power(parts), _power(dim)
         f64: Any = {"dtype": torch.float64, "device": device}
         i32: Any = {"dtype": torch.int32, "device": device}
         self.kernels.literal_kernel[(parts,)](
-            self.memory, self.incoming, seen, lost, total, inside, simulation.after, simulation.source,
-            torch.empty(size, **f64), simulation.skip, simulation.slots, simulation.first_wrong,
+            self.memory, seen, simulation.h, lost, total, inside, simulation.after, simulation.source,
+            simulation.skip, simulation.slots, simulation.first_wrong,
             torch.empty(2 * most, **f64), torch.empty(2 * most, **i32), torch.empty(2 * most, **i32),
-            torch.empty(2 * most, **f64), torch.zeros(1, **i32), self.curve, self.one, size, count, dim,
-            KIND=self.kind, COMPETE=self.compete, PARTS=most, ROWS=max(1, min(64, 8192 // width)), DIM=width,
-            num_warps=8,
+            torch.empty(2 * most, **f64), torch.zeros(1, **i32), self.curve, self.one, size, count,
+            simulation.places, dim, KIND=self.kind, COMPETE=self.compete, PARTS=most, SLOTS=512,
+            ROWS=max(1, min(64, 4096 // width)), DIM=width, num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
 
     def from_scratch(self) -> Tensor:
@@ -189,7 +191,7 @@ class _Simulation:
     ) -> None:  # fmt: skip
         count, size = launch.incoming.shape[0], launch.memory.shape[0]
         self.launch, self.h, self.total, self.arriving, self.skip = launch, h, total, arriving, skip
-        self.candidates = candidates
+        self.candidates, self.places = candidates, size if candidates is None else candidates.shape[0]
         self.slots, self.after = total.new_empty(count, dtype=torch.int64), torch.empty_like(total)
         # for verifying and mending, where not all slots are simulated
         some = candidates is not None
@@ -200,13 +202,11 @@ class _Simulation:
 
     def run(self, *, again: bool = False) -> None:
         """again: only if a mistake was found, and only up to it."""
-        launch, size = self.launch, self.total.shape[0]
-        places = size if self.candidates is None else self.candidates.shape[0]
-        kernels = launch.kernels
+        launch, kernels, places = self.launch, self.launch.kernels, self.places
         parts, threads = _shape(places, self.skip.shape[0], kernels.TOGETHER)
         kernels.simulate_kernel[(1,)](
             self.h, self.total, self.arriving, self.skip, self.candidates, self.slots, self.evicted,
-            self.level, self.after, self.source, self.first_wrong, places, self.skip.shape[0], size,
+            self.level, self.after, self.source, self.first_wrong, places, self.skip.shape[0], self.total.shape[0],
             COMPETE=launch.compete, AGAIN=again, PARTS=parts, THREADS=threads, TOGETHER=kernels.TOGETHER,
             PLACE_BITS=kernels.PLACE_BITS_OF_ALL if self.candidates is None else kernels.PLACE_BITS,
             num_warps=threads // 32,

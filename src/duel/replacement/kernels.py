@@ -238,16 +238,29 @@ def _best(n, slot, source, other_n, other_slot, other_source):
 
 
 @triton.jit
+def _with_newcomer(b, r, source, ok, seen, h, rows, count, candidates):
+    """Units of newcomer b with what slots r hold by now (`source`), from the matrices that the simulation had."""
+    old = source < rows
+    resident = tl.load(seen + r.to(tl.int64) * count + b, mask=ok & old, other=0.0).to(tl.float64)
+    items = candidates + count
+    at = (candidates + tl.maximum(source - rows, 0)) * items + candidates + b
+    return tl.where(old, resident, tl.load(h + at, mask=ok & (old == 0), other=0).to(tl.float64))
+
+
+@triton.jit
 def literal_kernel(
-    memory, incoming, seen, lost, before, is_candidate, n, source, gained, skip, slots, first_wrong,
-    part_n, part_slot, part_source, part_sum, arrived, curve, one, rows, count, dim,
-    KIND: tl.constexpr, COMPETE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    memory, seen, h, lost, before, is_candidate, n, source, skip, slots, first_wrong,
+    part_n, part_slot, part_source, part_sum, arrived, curve, one, rows, count, candidates, dim,
+    KIND: tl.constexpr, COMPETE: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr,
 ):  # fmt: skip
     """All slots, newcomer after newcomer, from the first that was placed wrongly; returns at once if there was none.
 
     Each of the PARTS programs owns a range of slots; they meet once per newcomer. n (rows,) and source (rows,), which
-    row of memory or rows + b a slot holds, are as the simulation left them for candidates and brought up to date here
-    for all others. n and slots (count,) are overwritten.
+    row of memory (its own) or rows + b a slot holds, are as the simulation left them for candidates and brought up to
+    date here for all others. n and slots (count,) are overwritten. Only the h of residents with a resident that leaves
+    are computed, ROWS slots at a time; all others are in `seen` and `h`, as the simulation had them, and are looked at
+    for SLOTS at a time.
     """
     begin_at = tl.load(first_wrong)
     if begin_at < count:
@@ -258,8 +271,8 @@ def literal_kernel(
         end = tl.minimum(begin + share, rows)
         d = tl.arange(0, DIM)
         p = tl.arange(0, PARTS)
-        for first in range(begin, end, ROWS):
-            r = first + tl.arange(0, ROWS).to(tl.int64)
+        for first in range(begin, end, SLOTS):
+            r = first + tl.arange(0, SLOTS).to(tl.int64)
             outside = (r < end) & (tl.load(is_candidate + r, mask=r < end, other=1) == 0)
             value = tl.load(before + r, mask=outside, other=0.0)
             for b in range(0, begin_at):
@@ -271,27 +284,19 @@ def literal_kernel(
         tl.debug_barrier()
         for b in range(begin_at, count):
             parity = (b % 2) * PARTS
-            newcomer = tl.load(incoming + b * dim + d, mask=d < dim, other=0.0)
             best_n = tl.full((), -1.0, tl.float64)
             best_slot = rows
             best_source = rows + b
             total = tl.zeros((), tl.float64)
-            for first in range(begin, end, ROWS):
-                r = first + tl.arange(0, ROWS)
+            for first in range(begin, end, SLOTS):
+                r = first + tl.arange(0, SLOTS)
                 ok = r < end
                 src = tl.load(source + r, mask=ok, other=0)
-                old = src < rows
-                z_at = tl.where(old, src, 0).to(tl.int64)[:, None] * dim + d[None, :]
-                x_at = tl.where(old, 0, src - rows).to(tl.int64)[:, None] * dim + d[None, :]
-                live = ok[:, None] & (d < dim)[None, :]
-                z = tl.load(memory + z_at, mask=live & old[:, None], other=0.0)
-                z += tl.load(incoming + x_at, mask=live & (old == 0)[:, None], other=0.0)
-                g = tl.where(ok, _units(tl.sum(z * newcomer[None, :], axis=1), curve, one, KIND), 0.0).to(tl.float64)
-                tl.store(gained + r, g, mask=ok)
-                total += tl.sum(g, axis=0)
+                gain = _with_newcomer(b, r, src, ok, seen, h, rows, count, candidates)
+                total += tl.sum(gain, axis=0)
                 value = tl.load(n + r, mask=ok, other=-1.0)
                 if COMPETE:
-                    value = tl.where(ok, value + g, -1.0)
+                    value += gain
                 top, slot, from_ = tl.reduce((value, r, src), 0, _best)
                 best_n, best_slot, best_source = _best(best_n, best_slot, best_source, top, slot, from_)
             tl.store(part_n + parity + me, best_n)
@@ -320,23 +325,30 @@ def literal_kernel(
             if me == 0:
                 tl.store(slots + b, tl.where(out, -1, slot).to(tl.int64))
             if out == 0:
-                resident = tl.load(memory + tl.minimum(from_, rows - 1).to(tl.int64) * dim + d, mask=d < dim, other=0.0)
-                arrival = tl.load(incoming + tl.maximum(from_ - rows, 0) * dim + d, mask=d < dim, other=0.0)
-                gone = tl.where(from_ < rows, resident, arrival)
-                for first in range(begin, end, ROWS):
-                    r = first + tl.arange(0, ROWS)
-                    ok = r < end
-                    src = tl.load(source + r, mask=ok, other=0)
-                    old = src < rows
-                    z_at = tl.where(old, src, 0).to(tl.int64)[:, None] * dim + d[None, :]
-                    x_at = tl.where(old, 0, src - rows).to(tl.int64)[:, None] * dim + d[None, :]
-                    live = ok[:, None] & (d < dim)[None, :]
-                    z = tl.load(memory + z_at, mask=live & old[:, None], other=0.0)
-                    z += tl.load(incoming + x_at, mask=live & (old == 0)[:, None], other=0.0)
-                    loss = _units(tl.sum(z * gone[None, :], axis=1), curve, one, KIND).to(tl.float64)
-                    g = tl.load(gained + r, mask=ok, other=0.0)
-                    value = tl.load(n + r, mask=ok, other=0.0) + g - loss
-                    value = tl.where(r == slot, total - g, value)
-                    tl.store(n + r, value, mask=ok)
-                    tl.store(source + r, tl.where(r == slot, rows + b, src), mask=ok)
+                if from_ >= rows:  # a newcomer leaves again
+                    for first in range(begin, end, SLOTS):
+                        r = first + tl.arange(0, SLOTS)
+                        ok = r < end
+                        src = tl.load(source + r, mask=ok, other=0)
+                        gain = _with_newcomer(b, r, src, ok, seen, h, rows, count, candidates)
+                        loss = _with_newcomer(from_ - rows, r, src, ok, seen, h, rows, count, candidates)
+                        value = tl.load(n + r, mask=ok, other=0.0) + gain - loss
+                        tl.store(n + r, tl.where(r == slot, total - gain, value), mask=ok)
+                        tl.store(source + r, tl.where(r == slot, rows + b, src), mask=ok)
+                else:
+                    gone = tl.load(memory + from_.to(tl.int64) * dim + d, mask=d < dim, other=0.0)
+                    for first in range(begin, end, ROWS):
+                        r = first + tl.arange(0, ROWS)
+                        ok = r < end
+                        src = tl.load(source + r, mask=ok, other=0)
+                        at = r.to(tl.int64)[:, None] * dim + d[None, :]
+                        z = tl.load(memory + at, mask=ok[:, None] & (d < dim)[None, :], other=0.0)
+                        loss = _units(tl.sum(z * gone[None, :], axis=1), curve, one, KIND).to(tl.float64)
+                        arrived_at = from_.to(tl.int64) * count + tl.maximum(src - rows, 0)
+                        known = tl.load(seen + arrived_at, mask=ok & (src >= rows), other=0.0).to(tl.float64)
+                        loss = tl.where(src >= rows, known, loss)
+                        gain = _with_newcomer(b, r, src, ok, seen, h, rows, count, candidates)
+                        value = tl.load(n + r, mask=ok, other=0.0) + gain - loss
+                        tl.store(n + r, tl.where(r == slot, total - gain, value), mask=ok)
+                        tl.store(source + r, tl.where(r == slot, rows + b, src), mask=ok)
                 tl.debug_barrier()
