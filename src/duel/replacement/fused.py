@@ -166,7 +166,7 @@ class _Launch:
             torch.empty(2 * most, **f64), torch.empty(2 * most, **i32), torch.empty(2 * most, **i32),
             torch.empty(2 * most, **f64), torch.zeros(1, **i32), self.curve, self.one, size, count,
             simulation.places, dim, KIND=self.kind, COMPETE=self.compete, PARTS=most, SLOTS=512,
-            ROWS=max(1, min(64, 4096 // width)), DIM=width, num_warps=4, maxnreg=REGISTERS,
+            ROWS=max(1, min(64, 8192 // width)), DIM=width, num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
 
     def from_scratch(self) -> Tensor:
