@@ -78,6 +78,9 @@ def _in_blocks(
     memory: Tensor, incoming: Tensor, total: Tensor, score: Score, admit: str, e: int, pairs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A block of newcomers after the other."""
+    if 0 < incoming.shape[0] <= BLOCK:
+        batch = Batch(memory, incoming, total, score, admit, e, pairs)
+        return batch.slots(), batch.total_after()
     chosen: list[Tensor] = []
     for done in range(0, incoming.shape[0], BLOCK):
         batch = Batch(memory, incoming[done : done + BLOCK], total, score, admit, e, pairs)
@@ -85,8 +88,6 @@ def _in_blocks(
         chosen.append(slots)
         if done + BLOCK < incoming.shape[0]:
             memory, pairs = batch.memory_after(), None
-    if len(chosen) == 1:
-        return chosen[0], total
     return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64), total
 
 
