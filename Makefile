@@ -25,7 +25,7 @@ $(VENV)/.ready: constraints.txt
 $(OLDER)/.ready: CREATE = $(PYTHON312)
 $(OLDER)/.ready: constraints-torch211.txt
 
-$(VENV)/.ready $(OLDER)/.ready: %/.ready: pyproject.toml setup.py src/duel/replacement/turns.c
+$(VENV)/.ready $(OLDER)/.ready: %/.ready: pyproject.toml setup.py src/duel/replacement/turns.c src/duel/rows.c
 	test -x $*/bin/python || $(CREATE) -m venv $*
 	$*/bin/python -m pip install --quiet --disable-pip-version-check uv
 	$*/bin/python -m uv pip install --quiet --python $*/bin/python -c $(filter constraints%,$^) \
@@ -74,4 +74,4 @@ lock:
 	$(COMPILE) --python-version 3.12 --constraint constraints-torch211.in -o constraints-torch211.txt
 
 clean:
-	rm -rf $(VENV) $(OLDER) .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info src/duel/replacement/_turns.*
+	rm -rf $(VENV) $(OLDER) .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info src/duel/_compiled.*

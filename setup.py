@@ -1,4 +1,4 @@
-"""Compiles the turns of a batch (turns.c); where there is no compiler, NumPy does the same in more time."""
+"""Compiles what `duel.compiled` loads; where there is no compiler, NumPy does the same in more time."""
 
 import os
 
@@ -7,8 +7,8 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "duel.replacement._turns",
-            ["src/duel/replacement/turns.c"],
+            "duel._compiled",
+            ["src/duel/replacement/turns.c", "src/duel/rows.c"],
             extra_compile_args=[] if os.name == "nt" else ["-std=c99", "-O3"],
             optional=True,
         )

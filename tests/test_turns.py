@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from duel import compiled
 from duel.replacement import dense, replace, turns
 from pools import clusters, lattice
 
@@ -46,7 +47,7 @@ def play(run: turns.Turns, compete: bool, **of: int) -> tuple[dict, list[int]]:
     return state, asked
 
 
-built = pytest.mark.skipif(turns.fastest() is turns.by_numpy, reason="turns.c was not compiled at installation")
+built = pytest.mark.skipif(compiled.library() is None, reason="nothing was compiled at installation")
 
 
 @built
@@ -58,7 +59,7 @@ def test_compiled_they_are_those_of_numpy(compete, dtype, count, slots, most):
     of = {"count": count, "slots": slots, "most": most, "dtype": dtype}
     for seed in range(4):
         want, missing = play(turns.by_numpy, compete, seed=seed, **of)
-        got, asked = play(turns.fastest(), compete, seed=seed, **of)
+        got, asked = play(turns.by_c, compete, seed=seed, **of)
         assert asked == missing
         for name, values in want.items():
             np.testing.assert_array_equal(got[name], values, err_msg=name)
@@ -71,15 +72,15 @@ def test_arrays_that_lie_otherwise_are_not_misread():
     want, _ = play(turns.by_numpy, True, **of)
     state, residents = case(**of)
     state |= {"h": np.asfortranarray(state["h"]), "rows": residents.astype(np.float32), "at": np.arange(30)}
-    assert turns.fastest()(tuple(state.values()), True, -1) == 12
+    assert turns.by_c(tuple(state.values()), True, -1) == 12
     np.testing.assert_array_equal(state["n"], want["n"])
     with pytest.raises(TypeError, match="contiguous"):  # what is written to cannot be copied first
-        turns.fastest()(tuple((state | {"n": np.zeros(84)[::2]}).values()), True, -1)
+        turns.by_c(tuple((state | {"n": np.zeros(84)[::2]}).values()), True, -1)
 
 
 @pytest.mark.parametrize("admit", ["always", "compete"])
 @pytest.mark.parametrize("size", [60, 500])  # all pairs known; rows fetched
-@pytest.mark.parametrize("run", [turns.by_numpy, pytest.param(turns.fastest(), marks=built)], ids=["numpy", "compiled"])
+@pytest.mark.parametrize("run", [turns.by_numpy, pytest.param(turns.by_c, marks=built)])
 def test_the_dense_engine_is_right_with_each(monkeypatch, size, admit, run):
     """Cosines are exact, so that slots and N must be, too."""
     monkeypatch.setattr(turns, "fastest", lambda: run)
@@ -94,6 +95,7 @@ def test_the_dense_engine_is_right_with_each(monkeypatch, size, admit, run):
 @pytest.mark.parametrize("admit", ["always", "compete"])
 def test_the_dense_engine_gives_the_same_with_each_in_a_large_memory(monkeypatch, admit):
     memory, incoming = clusters(dense.WHOLE + 1000, 8, 0)[0], lattice(70, 8, 1)
+    assert turns.fastest() is turns.by_c
     got = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine="dense")
     monkeypatch.setattr(turns, "fastest", lambda: turns.by_numpy)
     want = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine="dense")
@@ -105,4 +107,6 @@ def test_the_dense_engine_gives_the_same_with_each_in_a_large_memory(monkeypatch
 def test_where_nothing_was_built_numpy_does_it(monkeypatch, origin):
     found = None if origin is None else types.SimpleNamespace(origin=origin)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
-    assert turns.fastest.__wrapped__() is turns.by_numpy
+    assert compiled.library.__wrapped__() is None
+    monkeypatch.setattr(compiled, "library", compiled.library.__wrapped__)
+    assert turns.fastest() is turns.by_numpy

@@ -7,12 +7,12 @@ are whole, so that their sums do not depend on the order.
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from duel import compiled
 
 Arrays = tuple[Any, ...]
 """(n, h, rows, at, occupant, position, evicted, level) of a batch, items numbered as in `dense.Batch`.
@@ -60,31 +60,19 @@ def by_numpy(arrays: Arrays, compete: bool, first: int) -> int:
     return count
 
 
-@functools.cache
+#: What an array hands out only if it lies in one piece. NumPy's own pointers take as long as half the turns.
+_start = (ctypes.c_char * 0).from_buffer
+
+
+def by_c(arrays: Arrays, compete: bool, first: int) -> int:
+    """Where there is a `compiled.library`."""
+    n, h, rows, *others = arrays
+    run = compiled.library().turns_float32 if h.dtype == np.float32 else compiled.library().turns_float64
+    h, rows = np.ascontiguousarray(h), np.ascontiguousarray(rows, h.dtype)
+    pointers = [ctypes.byref(_start(array)) for array in (n, h, rows, *others)]
+    done: int = run(*pointers, len(h), rows.shape[1], compete, first)
+    return done
+
+
 def fastest() -> Turns:
-    """Machine code; `by_numpy` where it was not built or cannot be loaded."""
-    built = importlib.util.find_spec("duel.replacement._turns")  # no module of Python's, but named as one
-    if built is None or built.origin is None:
-        return by_numpy
-    try:
-        return _compiled(ctypes.CDLL(built.origin))
-    except (OSError, AttributeError):  # of another machine; or a linker that does not show its functions
-        return by_numpy
-
-
-def _compiled(library: Any) -> Turns:
-    """The functions of turns.c as one."""
-    functions = {np.dtype(name): getattr(library, f"turns_{name}") for name in ("float32", "float64")}
-    for function in functions.values():
-        function.argtypes, function.restype = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 4, ctypes.c_int64
-    # what an array hands out only if it lies in one piece; NumPy's own pointers take as long as half the turns
-    start = (ctypes.c_char * 0).from_buffer
-
-    def run(arrays: Arrays, compete: bool, first: int) -> int:
-        n, h, rows, *others = arrays
-        h, rows = np.ascontiguousarray(h), np.ascontiguousarray(rows, h.dtype)
-        pointers = [ctypes.byref(start(array)) for array in (n, h, rows, *others)]
-        done: int = functions[h.dtype](*pointers, len(h), rows.shape[1], compete, first)
-        return done
-
-    return run
+    return by_numpy if compiled.library() is None else by_c
