@@ -54,7 +54,7 @@ built = pytest.mark.skipif(compiled.library() is None, reason="nothing was compi
 @pytest.mark.parametrize("compete", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("count", "slots"), [(1, 1), (1, 9), (9, 1), (12, 30), (40, 13)])
-@pytest.mark.parametrize("most", [2, 1 << 24])  # everything ties; sums that float32 cannot hold
+@pytest.mark.parametrize("most", [2, 1 << 24, 1 << 30])  # all tie; sums and differences that float32 cannot hold
 def test_compiled_they_are_those_of_numpy(compete, dtype, count, slots, most):
     of = {"count": count, "slots": slots, "most": most, "dtype": dtype}
     for seed in range(4):
