@@ -19,20 +19,17 @@ help:
 	@echo "make bench       the replacement and training step benchmarks on this machine"
 	@echo "make performance the tables of docs/performance.md, made anew from results/"
 
-# Each environment: the Python that creates it, the extras in it and the versions it is pinned to. The older one is also
-# the one without numba.
+# Each environment: the Python that creates it and the versions it is pinned to.
 $(VENV)/.ready: CREATE = $(PYTHON)
-$(VENV)/.ready: EXTRAS = train,onnx,figures,fast
 $(VENV)/.ready: constraints.txt
 $(OLDER)/.ready: CREATE = $(PYTHON312)
-$(OLDER)/.ready: EXTRAS = train,onnx,figures
 $(OLDER)/.ready: constraints-torch211.txt
 
-$(VENV)/.ready $(OLDER)/.ready: %/.ready: pyproject.toml
+$(VENV)/.ready $(OLDER)/.ready: %/.ready: pyproject.toml setup.py src/duel/replacement/turns.c src/duel/rows.c
 	test -x $*/bin/python || $(CREATE) -m venv $*
 	$*/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$*/bin/python -m uv pip install --quiet --python $*/bin/python -c $(filter constraints%,$^) -e '.[$(EXTRAS)]' \
-		--group dev
+	$*/bin/python -m uv pip install --quiet --python $*/bin/python -c $(filter constraints%,$^) \
+		--reinstall-package duel-ssl -e '.[train,onnx,figures]' --group dev
 	touch $@
 
 setup: $(VENV)/.ready
@@ -71,10 +68,10 @@ performance: setup
 
 # Rewrites both pinned dependency sets from pyproject.toml.
 COMPILE := $(BIN)/python -m uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url \
-	--no-python-downloads --group dev pyproject.toml --extra train --extra onnx --extra figures --extra fast
+	--no-python-downloads --group dev pyproject.toml --extra train --extra onnx --extra figures
 lock:
 	$(COMPILE) --python-version 3.11 -o constraints.txt
 	$(COMPILE) --python-version 3.12 --constraint constraints-torch211.in -o constraints-torch211.txt
 
 clean:
-	rm -rf $(VENV) $(OLDER) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDER) .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info src/duel/_compiled.*

@@ -14,7 +14,7 @@ from duel.hashing import uniform
 from duel.policies import AdaptiveDuel, Duel, Fifo, MinRed, Policy, Random, Reservoir, minred
 from duel.policies.minred import _by_candidates, _on_device
 from duel.replacement import dense
-from duel.replacement.units import exponent, pair_units
+from duel.replacement.units import exponent, in_units, pair_units
 from pools import clusters, isotropic
 
 
@@ -87,7 +87,7 @@ def test_pairs_are_not_used_after_others_have_written_to_the_memory():
         memory.update(isotropic(32, 16, seed + 1))
     for mine, theirs in zip(other.buffers(), one.buffers(), strict=True):
         mine.copy_(theirs)
-    assert other.policy._pairs is not None
+    assert other.policy._known is not None
     batch = isotropic(32, 16, 9)
     assert torch.equal(one.update(batch), other.update(batch))
     assert torch.equal(other.policy.duplicates, one.policy.duplicates)
@@ -139,16 +139,18 @@ def test_pairs_that_are_kept_are_those_of_the_memory_as_it_is(policy):
         lambda: memory.load_state_dict({**memory.state_dict(), "_embeddings": rows[:20]}),
     ):
         change()
-        if policy._pairs is not None:
+        if policy._known is not None:
             kept.append(change)
-            assert torch.equal(policy._pairs, pair_units(policy.score, memory.compared, exponent(20)))
+            pairs, total = policy._known
+            assert torch.equal(pairs, pair_units(policy.score, memory.compared, exponent(20)))
+            assert torch.equal(total, in_units(policy.duplicates, exponent(20)))
     assert len(kept) >= 4
     for forget in (memory.double, memory.reset):
         memory.refresh(torch.arange(len(memory)), rows[30:50].to(memory.embeddings.dtype))
         memory.expected_duplicates()  # in another dtype they are counted only now
-        assert policy._pairs is not None
+        assert policy._known is not None
         forget()
-        assert policy._pairs is None
+        assert policy._known is None
 
 
 def test_to_go_on_from_a_save_before_newcomers_come_is_never_to_have_stopped(monkeypatch):
@@ -160,8 +162,8 @@ def test_to_go_on_from_a_save_before_newcomers_come_is_never_to_have_stopped(mon
     memory.refresh(torch.arange(128), batches[2])
     resumed = WorkingMemory(256, 32, Duel("gaussian:0.1"))
     resumed.load_state_dict(memory.state_dict())
-    assert memory.policy._pairs is not None
-    assert resumed.policy._pairs is None
+    assert memory.policy._known is not None
+    assert resumed.policy._known is None
     assert memory.update(batches[3]).tolist() == resumed.update(batches[3]).tolist()
     assert torch.equal(memory.policy.duplicates, resumed.policy.duplicates)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import duel
-from duel import WorkingMemory, expected_duplicates
+from duel import WorkingMemory, compiled, expected_duplicates
 from duel.errors import UserError
 from duel.policies import Duel
-from duel.slots import last_newcomer, occupied
+from duel.slots import last_newcomer, occupied, put_newcomers
 from pools import isotropic
 from test_memory import PAYLOAD, POLICIES, items, offer
 
@@ -56,6 +56,53 @@ def test_the_slots_that_change_and_who_is_in_them(slots):
     last = last_newcomer(given, 5)
     assert at.tolist() == (last >= 0).nonzero()[:, 0].tolist()
     assert winner.tolist() == last[at].tolist()
+
+
+WAYS = [False, pytest.param(True, marks=pytest.mark.skipif(not compiled.library(), reason="nothing was compiled"))]
+ROWS = {
+    "float32": lambda: torch.arange(18.0).reshape(6, 3),
+    "bfloat16": lambda: torch.arange(18.0).reshape(6, 3).bfloat16(),
+    "numbers": lambda: torch.arange(6),
+    "one number": lambda: torch.tensor(7).expand(6),
+    "columns": lambda: torch.arange(36).reshape(2, 3, 6).permute(2, 1, 0),
+    "nothing": lambda: torch.zeros(6, 0),
+    "conjugate": lambda: torch.complex(torch.arange(6.0), torch.ones(6)).conj(),
+    "negative": lambda: torch.complex(torch.arange(6.0), torch.ones(6)).conj().imag,
+}
+
+
+@pytest.mark.parametrize("by_c", WAYS)
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("lies", ["plain", "otherwise"])
+def test_newcomers_are_put_into_their_slots(monkeypatch, by_c, name, lies):
+    if not by_c:
+        monkeypatch.setattr(compiled, "library", lambda: None)
+    values, slots = ROWS[name](), torch.tensor([3, -1, 0, 3, 4, 0])
+    target = torch.zeros(5, *values.shape[1:], dtype=values.dtype)
+    if lies == "otherwise":
+        target = torch.zeros(*values.shape[1:], 5, dtype=values.dtype).movedim(-1, 0)
+        slots = slots.repeat_interleave(2)[::2]
+    want, version = target.clone(), target._version
+    for slot, row in zip(slots.tolist(), values, strict=True):
+        if slot >= 0:
+            want[slot] = row
+    put_newcomers(slots, [(target, values)])
+    assert torch.equal(target, want)
+    assert target._version > version
+    with pytest.raises(IndexError):
+        put_newcomers(slots + 2, [(target, values)])
+
+
+@pytest.mark.parametrize("by_c", WAYS)
+def test_rows_of_the_memory_itself_may_be_offered(monkeypatch, by_c):
+    if not by_c:
+        monkeypatch.setattr(compiled, "library", lambda: None)
+    memory = WorkingMemory(6, 8, "fifo")
+    memory.update(isotropic(6, 8, 0).float())
+    memory.update(isotropic(1, 8, 1).float())
+    held = memory.embeddings.clone()
+    memory.update(memory.embeddings[:5])  # into slots 1 to 5: each is read after its neighbour was written
+    assert torch.equal(memory.embeddings, held[[0, 0, 1, 2, 3, 4]])
 
 
 def test_a_memory_made_narrow_takes_the_payload_it_was_declared_with():

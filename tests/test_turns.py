@@ -1,14 +1,15 @@
-"""The turns of a batch: compiled, by NumPy and in plain Python they are the same."""
+"""The turns of a batch: compiled and by NumPy they are the same."""
 
 from __future__ import annotations
 
-import sys
+import importlib.util
 import types
 
 import numpy as np
 import pytest
 import torch
 
+from duel import compiled
 from duel.replacement import dense, replace, turns
 from pools import clusters, lattice
 
@@ -46,78 +47,66 @@ def play(run: turns.Turns, compete: bool, **of: int) -> tuple[dict, list[int]]:
     return state, asked
 
 
-RUNS = {"loops": lambda: turns._by_loops, "compiled": turns.compiled}
+built = pytest.mark.skipif(compiled.library() is None, reason="nothing was compiled at installation")
 
 
-@pytest.mark.parametrize("run", RUNS)
+@built
 @pytest.mark.parametrize("compete", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("count", "slots"), [(1, 1), (1, 9), (9, 1), (12, 30), (40, 13)])
-@pytest.mark.parametrize("most", [2, 1 << 24])  # everything ties; sums that float32 cannot hold
-def test_every_way_gives_the_same(run, compete, dtype, count, slots, most):
-    if run == "compiled" and turns.compiled() is turns.by_numpy:
-        pytest.skip("numba is not installed")
+@pytest.mark.parametrize("most", [2, 1 << 24, 1 << 30])  # all tie; sums and differences that float32 cannot hold
+def test_compiled_they_are_those_of_numpy(compete, dtype, count, slots, most):
     of = {"count": count, "slots": slots, "most": most, "dtype": dtype}
     for seed in range(4):
         want, missing = play(turns.by_numpy, compete, seed=seed, **of)
-        got, asked = play(RUNS[run](), compete, seed=seed, **of)
+        got, asked = play(turns.by_c, compete, seed=seed, **of)
         assert asked == missing
         for name, values in want.items():
             np.testing.assert_array_equal(got[name], values, err_msg=name)
         assert (want["position"] >= (-1 if compete else 0)).all()
 
 
+@built
+def test_arrays_that_lie_otherwise_are_not_misread():
+    of = {"count": 12, "slots": 30, "most": 1 << 24, "dtype": np.float64, "seed": 0}
+    want, _ = play(turns.by_numpy, True, **of)
+    state, residents = case(**of)
+    state |= {"h": np.asfortranarray(state["h"]), "rows": residents.astype(np.float32), "at": np.arange(30)}
+    assert turns.by_c(tuple(state.values()), True, -1) == 12
+    np.testing.assert_array_equal(state["n"], want["n"])
+    with pytest.raises(TypeError, match="contiguous"):  # what is written to cannot be copied first
+        turns.by_c(tuple((state | {"n": np.zeros(84)[::2]}).values()), True, -1)
+
+
 @pytest.mark.parametrize("admit", ["always", "compete"])
-@pytest.mark.parametrize("size", [60, 500, 9000])  # all pairs known; rows fetched; candidates only
-@pytest.mark.parametrize("run", ["by_numpy", "compiled"])
-def test_the_dense_engine_gives_the_same_with_each(monkeypatch, size, admit, run):
+@pytest.mark.parametrize("size", [60, 500])  # all pairs known; rows fetched
+@pytest.mark.parametrize("run", [turns.by_numpy, pytest.param(turns.by_c, marks=built)])
+def test_the_dense_engine_is_right_with_each(monkeypatch, size, admit, run):
     """Cosines are exact, so that slots and N must be, too."""
-    if run == "compiled" and turns.compiled() is turns.by_numpy:
-        pytest.skip("numba is not installed")
-    monkeypatch.setattr(turns, "_waited", 0.0 if run == "by_numpy" else turns.PATIENCE)
+    monkeypatch.setattr(turns, "fastest", lambda: run)
     memory, incoming = lattice(size, 8, 0), lattice(70, 8, 1)
-    if size > dense.WHOLE:  # too many for the paper's loop
-        memory = clusters(size, 8, 0)[0]
-        other = turns._by_loops if run == "by_numpy" else turns.by_numpy
-        got = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine="dense")
-        monkeypatch.setattr(turns, "fastest", lambda: other)
-        want = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine="dense")
-    else:
-        got = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine="dense")
-        want = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine="reference")
+    got = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine="dense")
+    want = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine="reference")
     assert torch.equal(got.slots, want.slots)
     assert torch.equal(got.duplicates, want.duplicates)
 
 
-def test_without_numba_numpy_does_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "numba", None)
-    assert turns.compiled.__wrapped__() is turns.by_numpy
-    off = types.SimpleNamespace(config=types.SimpleNamespace(DISABLE_JIT=True))
-    monkeypatch.setitem(sys.modules, "numba", off)
-    assert turns.compiled.__wrapped__() is turns.by_numpy
+@built
+@pytest.mark.parametrize("admit", ["always", "compete"])
+def test_the_dense_engine_gives_the_same_with_each_in_a_large_memory(monkeypatch, admit):
+    memory, incoming = clusters(dense.WHOLE + 1000, 8, 0)[0], lattice(70, 8, 1)
+    assert turns.fastest() is turns.by_c
+    got = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine="dense")
+    monkeypatch.setattr(turns, "fastest", lambda: turns.by_numpy)
+    want = replace(memory, incoming, score="gaussian:0.1", admit=admit, engine="dense")
+    assert torch.equal(got.slots, want.slots)
+    assert torch.equal(got.duplicates, want.duplicates)
 
 
-def test_where_nothing_can_be_kept_it_is_compiled_each_time(monkeypatch):
-    def njit(function=None, *, cache=False, fastmath=False):
-        def compiled(function):
-            if cache:
-                raise RuntimeError("cannot cache function '_by_loops': no locator available for file '<string>'")
-            return "compiled", function
-
-        return compiled if function is None else compiled(function)
-
-    numba = types.SimpleNamespace(config=types.SimpleNamespace(DISABLE_JIT=False), njit=njit)
-    monkeypatch.setitem(sys.modules, "numba", numba)
-    assert turns.compiled.__wrapped__() == ("compiled", turns._by_loops)
-
-
-def test_numba_is_loaded_once_that_much_time_was_spent_without(monkeypatch):
-    monkeypatch.setattr(turns, "compiled", lambda: turns._by_loops)
-    monkeypatch.setattr(turns, "_waited", 0.0)
+@pytest.mark.parametrize("origin", [None, __file__, torch._C.__file__])  # not built; no library; another one
+def test_where_nothing_was_built_numpy_does_it(monkeypatch, origin):
+    found = None if origin is None else types.SimpleNamespace(origin=origin)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    assert compiled.library.__wrapped__() is None
+    monkeypatch.setattr(compiled, "library", compiled.library.__wrapped__)
     assert turns.fastest() is turns.by_numpy
-    memory, incoming = lattice(60, 8, 0), lattice(70, 8, 1)
-    want = replace(memory, incoming, engine="dense")
-    assert 0 < turns._waited < turns.PATIENCE
-    turns.at_once()
-    assert turns.fastest() is turns._by_loops
-    assert torch.equal(replace(memory, incoming, engine="dense").slots, want.slots)

@@ -176,11 +176,11 @@ class WorkingMemory(Storage):
                 payload = {k: v[filling:] for k, v in payload.items()}
             # making room for age overwrites embeddings before the rest is chosen: keep what must be handed out
             residents = self._embeddings.clone() if gone and self.policy.max_age is not None else self._embeddings
-            self.arriving = payload
+            self.arriving.update(payload)
             try:
                 chosen = self._choose(compared, accepted)
             finally:
-                self.arriving = {}
+                self.arriving.clear()
             if gone is not None:
                 self._note_evicted(gone, residents, chosen, filling, before)
             self._write(chosen, newcomers, compared, payload)
@@ -263,16 +263,17 @@ class WorkingMemory(Storage):
 
     def _checked_slots(self, slots: Tensor, count: int) -> Tensor:
         """What a policy answered, if it is an answer."""
-        name = type(self.policy).__name__
+        policy = type(self.policy)
         if not isinstance(slots, Tensor):
-            raise UserError(f"{name}.choose must return int64 ({count},), got a {type(slots).__name__}")
+            raise UserError(f"{policy.__name__}.choose must return int64 ({count},), got a {type(slots).__name__}")
         if slots.shape != (count,) or slots.dtype != torch.int64:
-            raise UserError(f"{name}.choose must return int64 ({count},), got {slots.dtype} {tuple(slots.shape)}")
-        ours = type(self.policy).__module__.startswith(policies.__name__)  # tested: no time is spent on looking again
-        if count and slots.device.type == "cpu" and not ours:
+            given = f"{slots.dtype} {tuple(slots.shape)}"
+            raise UserError(f"{policy.__name__}.choose must return int64 ({count},), got {given}")
+        ours = policy.__module__.startswith(policies.__name__)  # tested: no time is spent on looking again
+        if not ours and count and slots.device.type == "cpu":
             named = slots.tolist()  # Python's own min and max take less time than a tensor's
             if min(named) < -1 or max(named) >= self.size:
-                raise UserError(f"{name}.choose must return slots below {self.size}, or -1; got {named}")
+                raise UserError(f"{policy.__name__}.choose must return slots below {self.size}, or -1; got {named}")
         return slots
 
     def _make_room(self, incoming: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ def _by_command_line() -> bool:
 
 def _versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {}
-    for name in ("duel-ssl", "torch", "torchvision", "timm", "lightning", "numpy", "numba", "triton"):
+    for name in ("duel-ssl", "torch", "torchvision", "timm", "lightning", "numpy", "triton"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

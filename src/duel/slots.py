@@ -3,12 +3,15 @@ first there and who is there in the end."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+
+from duel import compiled
 
 #: What PyTorch copies by index on every device.
 _COMMON = {
@@ -39,6 +42,31 @@ def put_rows(target: Tensor, at: Any, rows: Tensor, which: Any) -> None:
         return
     _array(target)[at] = _array(rows)[which]
     increment_version(target)  # so that autograd notices, should it still need what was there
+
+
+def put_newcomers(slots: Tensor, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """On the CPU: `target[slots] = values` for all (target, values) of one dtype; of several in a slot the last stays,
+    -1 is nowhere."""
+    library, slots, found = compiled.library(), slots.contiguous(), None
+    for target, values in rows:
+        values = values if values.dim() == 1 else values.contiguous()
+        if library is None or not _plain(target, values):
+            at, last = found = found or occupied(slots, len(target))
+            put_rows(target, at, values, last)
+            continue
+        size, step = target.nbytes // len(target), values.stride(0) * values.itemsize
+        given = (target.data_ptr(), len(target), values.data_ptr(), slots.data_ptr(), len(slots), size, step)
+        if library.put_rows(*given):
+            raise IndexError(f"slots must be below {len(target)}, or -1, got {slots.tolist()}")
+        increment_version(target)
+
+
+def _plain(target: Tensor, values: Tensor) -> bool:
+    """Whether rows can be copied as they lie: nothing was put off, and no row is overwritten before it is read."""
+    if not target.is_contiguous() or values.is_neg() or values.is_conj():
+        return False
+    here, there = target.data_ptr(), values.data_ptr()
+    return here + target.nbytes <= there or there + values.nbytes <= here
 
 
 def _array(rows: Tensor) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from duel.checks import PayloadSpec, check_spec, check_tensor, is_whole
 from duel.errors import UserError
-from duel.slots import bits, first_newcomer, last_newcomer, occupied, put_rows
+from duel.slots import bits, first_newcomer, last_newcomer, put_newcomers, put_rows
 
 
 class Evicted(NamedTuple):
@@ -136,11 +136,10 @@ class Storage(nn.Module):
         if self._compared is not None:
             rows.append((self._compared, compared))
         rows += [(self._stored(name), values) for name, values in payload.items()]
-        if slots.device.type == "cpu":  # there it may be read which slots change, and only they are written
-            at, winner = occupied(slots, self.size)
-            for target, values in rows:
-                put_rows(target, at, values.to(target.dtype), winner)
-            self._admitted_at.numpy()[at] = self._encoded_at.numpy()[at] = int(self._clock)
+        if slots.device.type == "cpu":  # there it may be read which slots change
+            now = self._clock.expand(slots.shape)
+            rows += [(self._admitted_at, now), (self._encoded_at, now)]
+            put_newcomers(slots, [(target, values.to(target.dtype)) for target, values in rows])
             return
         at = slots.clamp(min=0)
         winner = last_newcomer(slots, self.size)[at]

@@ -22,7 +22,7 @@ from duel.benchmarks.timing import milliseconds
 from duel.errors import UserError
 from duel.memory import WorkingMemory
 from duel.policies import Duel
-from duel.replacement import expected_duplicates, replace_unchecked, turns
+from duel.replacement import expected_duplicates, replace_unchecked
 from duel.replacement.units import exponent
 from duel.scores import get
 from duel.slots import put
@@ -73,7 +73,6 @@ def benchmark(
     each: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[dict[str, Any]]:
     """One row per size, score and data; `each` is called with it as soon as it is there."""
-    turns.at_once()
     rows = []
     names = [get(score).name for score in scores]
     for size, count, dim in sizes or [(size, BATCH, dim) for size, dim in SIZES[device.type]]:

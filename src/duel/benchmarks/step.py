@@ -21,7 +21,6 @@ from duel.config import TrainConfig
 from duel.errors import UserError
 from duel.graph import WARM_UP
 from duel.machine import build_fabric
-from duel.replacement import turns
 from duel.step import TrainingStep
 
 #: Columns of the table and the parts they add up.
@@ -69,7 +68,6 @@ def benchmark(
     further ones with each row that is held against it: the two take turns.
     """
     plan, done = How(**how), dict[str, dict[str, Any]]()
-    turns.at_once()
 
     def note(row: dict[str, Any]) -> None:
         done[row["name"]] = row

@@ -11,7 +11,7 @@ from duel import scores
 from duel.errors import UserError, suggest
 from duel.names import WIDE_SCORES
 from duel.policies.base import Policy, all_take_part, takes_part
-from duel.replacement import check_engine, check_names, counted, exchange, replace_unchecked
+from duel.replacement import Counted, check_engine, check_names, counted, exchange, replace_unchecked
 from duel.replacement.units import compute_dtype, exact_products, exponent, widened
 from duel.slots import turns
 from duel.storage import undo_cast
@@ -50,9 +50,9 @@ class Duel(Policy):
         self._score = scores.get(score)
         self.admit, self.at_once, self.engine = admit, at_once, engine
 
-    _pairs: Tensor | None = None
+    _known: Counted | None = None
     """What N was counted from, until the memory changes."""
-    _pairs_of = 0
+    _known_of = 0
     """The version of the memory's vectors then: others may write to them, too."""
 
     @property
@@ -87,11 +87,11 @@ class Duel(Policy):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         # N in other units, of an older version, is counted anew
         self._counted = state["counted"] and state.get("exponent") == exponent(len(self.duplicates))
-        self._pairs = None
+        self._known = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moved with the memory, but never narrowed: N needs its 53 bits when the embeddings become bfloat16."""
-        self._pairs = None
+        self._known = None
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         undo_cast(self, kept)
@@ -99,10 +99,10 @@ class Duel(Policy):
 
     def restart(self) -> None:
         super().restart()
-        self._counted, self._pairs = False, None
+        self._counted, self._known = False, None
 
     def recast(self) -> None:
-        self._counted, self._pairs = False, None
+        self._counted, self._known = False, None
 
     def ready(self, memory: WorkingMemory) -> None:
         if self.engine == "fused":
@@ -118,8 +118,8 @@ class Duel(Policy):
         return self.duplicates
 
     def _count(self, memory: WorkingMemory) -> None:
-        duplicates, self._pairs = counted(memory.compared, self.score)
-        self._pairs_of = _version(memory.compared)
+        duplicates, self._known = counted(memory.compared, self.score)
+        self._known_of = _version(memory.compared)
         self.duplicates.copy_(duplicates)
         self._counted = True
 
@@ -128,11 +128,11 @@ class Duel(Policy):
         if self.at_once:
             return self._choose_at_once(memory, incoming, ~takes_part(incoming))
         skip = None if all_take_part(incoming) else ~takes_part(incoming)
-        compared, pairs = memory.compared, self._pairs
-        if pairs is not None:
-            self._pairs = None  # the memory is about to change
-            pairs = pairs if self._pairs_of == _version(compared) else None
-        done = replace_unchecked(compared, incoming, self.score, self.admit, carried, self.engine, skip, pairs)
+        compared, known = memory.compared, self._known
+        if known is not None:
+            self._known = None  # the memory is about to change
+            known = known if self._known_of == _version(compared) else None
+        done = replace_unchecked(compared, incoming, self.score, self.admit, carried, self.engine, skip, known)
         self.duplicates.copy_(done.duplicates)
         return done.slots
 
@@ -158,7 +158,7 @@ class Duel(Policy):
             self._exchange(memory.compared, slots, old)
 
     def _exchange(self, compared: Tensor, slots: Tensor, old: Tensor) -> None:
-        self._pairs = None
+        self._known = None
         self.duplicates.copy_(exchange(self.duplicates, compared, slots, old, self.score))
 
 

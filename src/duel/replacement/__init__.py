@@ -40,6 +40,15 @@ class Replacement(NamedTuple):
     """float64 (K,): N after the batch, to pass in next time."""
 
 
+class Counted(NamedTuple):
+    """What N of a small memory on the CPU was counted from, in units."""
+
+    pairs: Tensor
+    """(K, K): h of all pairs of residents, as `pair_units` gives them."""
+    total: Tensor
+    """float64 (K,): their sums."""
+
+
 @eagerly
 def replace(
     memory: Tensor,
@@ -88,17 +97,17 @@ def replace_unchecked(
     duplicates: Tensor | None,
     engine: str,
     skip: Tensor | None = None,
-    pairs: Tensor | None = None,
+    known: Counted | None = None,
 ) -> Replacement:
     """`replace` without looking at the rows, for callers that already have.
 
-    skip: bool (B,), rows to leave out. pairs: what `counted` gave of this very memory.
+    skip: bool (B,), rows to leave out. known: what `counted` gave of this very memory, if `duplicates` are those.
     """
     run = _engine(engine, admit, memory, score)
     with exact_products(memory.device):
         dtype = compute_dtype(memory, incoming)
         e = exponent(memory.shape[0])
-        total = None if duplicates is None else in_units(duplicates, e)
+        pairs, total = known or (None, None if duplicates is None else in_units(duplicates, e))
         if incoming.shape[0] == 0:
             total = total_units(score, widened(memory, dtype), e) if total is None else total
             return Replacement(torch.empty(0, dtype=torch.int64, device=memory.device), total * 2.0**-e)
@@ -115,15 +124,16 @@ def expected_duplicates(memory: Tensor, score: Any = "linear") -> Tensor:
     return counted(memory, scores.get(score))[0]
 
 
-def counted(memory: Tensor, score: scores.Score) -> tuple[Tensor, Tensor | None]:
-    """N of every row of memory (K, d), and of a small memory on the CPU the `pair_units` that it is the sum of."""
+def counted(memory: Tensor, score: scores.Score) -> tuple[Tensor, Counted | None]:
+    """N of every row of memory (K, d), and of a small memory on the CPU what it is the sum of."""
     from duel.replacement import fused
 
     rows, e = widened(memory, compute_dtype(memory)), exponent(memory.shape[0])
     with exact_products(memory.device):
         if memory.device.type == "cpu" and memory.shape[0] <= PAIRS:
             pairs = pair_units(score, rows, e)
-            return pairs.sum(1, dtype=torch.float64) * 2.0**-e, pairs
+            known = Counted(pairs, pairs.sum(1, dtype=torch.float64))
+            return known.total * 2.0**-e, known
         total = fused.total_fused if memory.is_cuda and not fused.unavailable(memory, score) else total_units
         return total(score, rows, e) * 2.0**-e, None
 

@@ -78,6 +78,9 @@ def _in_blocks(
     memory: Tensor, incoming: Tensor, total: Tensor, score: Score, admit: str, e: int, pairs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A block of newcomers after the other."""
+    if 0 < incoming.shape[0] <= BLOCK:
+        batch = Batch(memory, incoming, total, score, admit, e, pairs)
+        return batch.slots(), batch.total_after()
     chosen: list[Tensor] = []
     for done in range(0, incoming.shape[0], BLOCK):
         batch = Batch(memory, incoming[done : done + BLOCK], total, score, admit, e, pairs)
@@ -85,8 +88,6 @@ def _in_blocks(
         chosen.append(slots)
         if done + BLOCK < incoming.shape[0]:
             memory, pairs = batch.memory_after(), None
-    if len(chosen) == 1:
-        return chosen[0], total
     return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64), total
 
 
@@ -151,13 +152,13 @@ class Batch:
         self.h = (h.double() if run is turns.by_numpy else h).numpy()
         self.residents, self.running = residents, np.empty(count + size)
         self.running[:count], self.running[count:] = elsewhere, total.numpy()
-        self.occupant = np.arange(count, count + size)
+        self.occupant = np.arange(count, count + size, dtype=np.int64)
         self.position, self.evicted, self.level = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count)
-        self.rows, self.at = self.pairs, np.arange(size)
+        self.rows, self.at = self.pairs, np.arange(size, dtype=np.int64)
         if self.pairs is None:
             # room that is hardly ever outgrown; what is not written to takes no memory
             self.rows = np.empty((min(size, 8 * count + FETCH), size), h.numpy().dtype)
-            self.at, self.fetched = np.full(size, -1), 0
+            self.at, self.fetched = np.full(size, -1, np.int64), 0
         done = -1
         while done < count:
             shared = (self.running, self.h, self.rows, self.at, self.occupant)
