@@ -176,7 +176,7 @@ class WorkingMemory(Storage):
                 payload = {k: v[filling:] for k, v in payload.items()}
             # making room for age overwrites embeddings before the rest is chosen: keep what must be handed out
             residents = self._embeddings.clone() if gone and self.policy.max_age is not None else self._embeddings
-            self.arriving.update(payload)
+            self.arriving.update(payload)  # a Module takes its time over an attribute that is set
             try:
                 chosen = self._choose(compared, accepted)
             finally:
