@@ -12,9 +12,10 @@ from duel import cli
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_snippets_run_one_after_the_other():
+def test_the_snippets_run_one_after_the_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    assert len(snippets) == 5
+    assert len(snippets) == 6
     names: dict = {}
     for snippet in snippets:
         exec(compile(snippet, str(README), "exec"), names)
@@ -25,6 +26,7 @@ def test_the_snippets_run_one_after_the_other():
     queue = names["queue"]
     queue.update(names["memory"].embeddings)
     assert queue.update(names["embeddings"]).tolist() == list(range(64))
+    assert (tmp_path / "runs" / "camera" / "memory.csv").exists()
 
 
 def test_the_commands_exist_with_the_options_shown(capsys):

@@ -34,6 +34,7 @@ from duel.reproduce.pixels import measure_pixels
 from duel.reproduce.plan import GRIDS, SCALES, Data, Planned, Variation, encoded_images, runs_of, set_aside
 from duel.reproduce.rows import ROWS
 from duel.reproduce.sharing import SharedClock
+from duel.reproduce.tables import words
 from duel.signals import StopRequest
 from duel.training import RunResult
 
@@ -198,6 +199,17 @@ def test_a_small_memory_has_to_choose_from_a_subset() -> None:
             changed = {line.split(":")[0] for line in p.config.differences(ours[0].config)}
             assert "memory_size" in changed
             assert changed <= {"memory_size", "refresh"}
+
+
+def test_a_camera_shows_each_image_many_times() -> None:
+    plan = runs_of("camera", "short", seeds=(2,), rows=["simclr", "simclr-memory-reservoir"])
+    found = {(p.row.name, p.data.name): p.config for p in plan}
+    as_drawn = runs_of("table2", "short", seeds=(2,), rows=["simclr"], biases=[27.0])[0].config
+    assert as_drawn.differences(found["simclr", "x27-dwell32"]) == ["dwell: 1 -> 32"]
+    assert found["simclr-memory-reservoir", "x1-dwell32"].dwell == 32
+    assert found["simclr", "x1"].dwell == 1  # what curated data would give
+    assert ("simclr-memory-reservoir", "x1") not in found
+    assert words(Data(27.0, dwell=32)) == "×27 32 frames"
 
 
 def test_methods_without_negatives_have_memories_too() -> None:

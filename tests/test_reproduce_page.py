@@ -460,7 +460,7 @@ def test_a_small_form_of_everything(
     ]
     assert cli.main(small) == 0
     said = capsys.readouterr().out
-    assert said.count('"status": "finished"') == 4  # ×27 drawn and as a subset
+    assert said.count('"status": "finished"') == 6  # ×27 drawn, as a subset and as frames
     text = Path("runs/smoke/docs/results.md").read_text()
     assert "recipe `demo` on digits, 10 steps" in text
     assert Path("runs/smoke/docs/figures/figure3.svg").exists()

@@ -23,7 +23,7 @@ from .config_checks import OF_ANY_MEMORY, check_idle, check_unread, choices
 from .errors import UserError, suggest
 from .evaluation.settings import EvaluationSettings
 from .messages import as_options, plain_warnings
-from .names import POLICIES
+from .names import LIVE, POLICIES
 from .reproduce.command import WORK
 
 USER_MISTAKE, INTERRUPTED = 2, 130
@@ -105,6 +105,10 @@ class Train:
     Your own pictures, and a working memory that forgets duplicates as the source of the batches:
       duel train --data ~/pictures --image-size 64 --method d-simclr --out runs/mine
 
+    Frames of a video or a camera as they come, from whatever can write them raw (rgb24) to a pipe:
+      ffmpeg -i VIDEO -vf scale=64:64 -f rawvideo -pix_fmt rgb24 - |
+        duel train --data - --image-size 64 --method d-simclr --memory-size 4096 --steps 20000 --out runs/video
+
     Go on after an interruption, with the settings of the run:
       duel train --out runs/simclr --resume
 
@@ -122,10 +126,12 @@ class Train:
         out = Path(config.run_dir)
         found = out.exists()
         try:
+            from .data.live import standard_input
             from .runs import MEMORY
             from .training import train
 
-            result = train(config, resume=self.resume, overwrite=self.overwrite)
+            frames = standard_input(config.image_size) if config.data == LIVE else None
+            result = train(config, frames=frames, resume=self.resume, overwrite=self.overwrite)
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt(*(stop.args or [self._not_begun(out, new=not found)])) from stop
         if not result.finished:
@@ -241,9 +247,9 @@ class Reproduce:
       duel reproduce all --scale smoke
 
     WHAT: table1 (Top-k), table2 (linear probe), ablation (score functions), resources, framework, rivals, controls,
-    tuning, negative-free, subset, longtail; pixels (what the images give without an encoder); figure1, figure-mcp,
-    figure3, scores; figures and page (all figures, docs/results.md, from the results that are there); all. Finished
-    runs are found again under --out and not repeated.
+    tuning, negative-free, subset, longtail, camera; pixels (what the images give without an encoder); figure1,
+    figure-mcp, figure3, scores; figures and page (all figures, docs/results.md, from the results that are there); all.
+    Finished runs are found again under --out and not repeated.
     """
 
     what: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="WHAT ...")]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from .config_checks import check
 from .errors import UserError
-from .names import BLIND_POLICIES, AugmentName, MethodName, OptimizerName
+from .names import BLIND_POLICIES, LIVE, AugmentName, MethodName, OptimizerName
 
 __all__ = ["MethodName", "OptimizerName", "TrainConfig"]
 
@@ -31,7 +31,8 @@ class TrainConfig:
     """Learning method. The d- forms keep a working memory that forgets duplicates (policy duel); in the standard recipe
     they draw their batches from it."""
     data: str = "cifar10"
-    """digits, cifar10, cifar100, stl10, stl10-unlabeled, a folder of images, or a .npz / .npy file."""
+    """digits, cifar10, cifar100, stl10, stl10-unlabeled, a folder of images, or a .npz / .npy file; or - for images
+    that come once: raw RGB frames of image_size piped in, or in Python `duel.train(config, frames=…)`."""
     recipe: str = "standard"
     """What set the other defaults: standard (the field's, for small images), paper (the DUEL paper's) or demo."""
     out: str | None = field(default=None, metadata=_FREE)
@@ -285,12 +286,16 @@ class TrainConfig:
         return self.source == "stream" and self.memory_augmented and (self.reuse_newcomers or keys)
 
     @property
+    def data_name(self) -> str:
+        """The data in a word."""
+        return "stream" if self.data == LIVE else self.data.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
+
+    @property
     def run_dir(self) -> str:
         if self.out:
             return self.out
-        data = self.data.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
         first = "memory-" if self.source == "memory" else ""
-        return f"runs/{data}-{first}{self.method}-x{self.bias:g}-seed{self.seed}"
+        return f"runs/{self.data_name}-{first}{self.method}-x{self.bias:g}-seed{self.seed}"
 
     # To and from JSON --------------------------------------------------------------------------------------
     def as_dict(self) -> dict[str, Any]:

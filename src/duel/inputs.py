@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,14 +19,20 @@ from torch import Tensor
 
 from .config import TrainConfig
 from .data.bias import class_weights, subset_ids
-from .data.sources import Source, Stats, load, statistics
+from .data.live import LiveStream
+from .data.sources import ArraySource, Source, Stats, load, statistics
 from .data.stream import Stream
 from .errors import Notice, UserError
-from .runs import SUBSET
+from .runs import STREAM, SUBSET, write_json
 
 if TYPE_CHECKING:
     from .instruments import Instruments
     from .memory import WorkingMemory
+
+#: Images of a live stream that are looked at first, so that all can be normalised by them.
+LOOKED_AT = 1024
+#: As many as it has.
+ENDLESS = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class Inputs:
         ids = weights = None
         if biased:
             if train.labels is None:
-                raise UserError(f"bias {config.bias:g} needs labels, but {config.data!r} has none; leave bias at 1")
+                raise _needs_labels(config)
             weights = class_weights(
                 len(train.classes),
                 kind=config.bias_kind,
@@ -77,6 +85,7 @@ class Inputs:
 
     @property
     def items(self) -> int:
+        """As many different ones can come."""
         return len(self.train) if self.ids is None else len(self.ids)
 
     @functools.cached_property
@@ -96,7 +105,7 @@ class Inputs:
         drawn."""
         return config.steps or max(1, round(config.epochs * self.items / config.stream_items))
 
-    def stream(self, config: TrainConfig, device: torch.device) -> Stream:
+    def stream(self, config: TrainConfig, device: torch.device) -> Stream | LiveStream:
         return Stream(
             self.train,
             batch_size=config.stream_items,
@@ -128,10 +137,64 @@ class Inputs:
             per_update=config.stream_items,
         )
 
-    def save_subset(self, run: Path) -> None:
+    def save(self, run: Path) -> None:
         """Which items a fixed subset shows is part of the result."""
         if self.ids is not None:
             np.save(run / SUBSET, self.ids.cpu().numpy())
+
+
+@dataclass(frozen=True)
+class LiveInputs(Inputs):
+    """Of a stream that brings each image once: no labels, nothing to measure on, and no end that is known.
+
+    `train` is what it began with, by which images are normalised.
+    """
+
+    live: LiveStream
+
+    @classmethod
+    def open(cls, config: TrainConfig, frames: Iterable[Any], device: torch.device, resumed: Path | None) -> LiveInputs:
+        """resumed: a run that goes on, and has said what it began with."""
+        if config.bias_kind == "weights" or config.bias != 1:
+            raise _needs_labels(config)
+        if config.dwell != 1:
+            raise UserError(
+                f"dwell {config.dwell} shows an image of a set as several frames; leave it at 1 for a stream"
+            )
+        if not config.steps:
+            raise UserError("a stream has no epochs; say how long to train (steps)")
+        live = LiveStream(frames, batch_size=config.stream_items, device=device, size=config.image_size)
+        known = resumed and resumed / STREAM
+        began = json.loads(known.read_text()) if known and known.exists() else None
+        train = ArraySource(live.look(1 if began else LOOKED_AT), name="stream")
+        _check_size(config.data, "images", train)
+        if len(train) < min(LOOKED_AT, config.stream_items) and began is None:
+            raise UserError(f"the stream ended after {len(train)} images, before a batch of {config.stream_items}")
+        if began is None:
+            return cls(train, None, statistics(train), None, None, live)
+        if began["image_shape"] != list(train.shape):
+            raise UserError(
+                f"the stream has images of {train.shape[1]} × {train.shape[2]} pixels, and {resumed} was trained on "
+                f"{began['image_shape'][1]} × {began['image_shape'][2]}; give it such"
+            )
+        return cls(train, None, (tuple(began["mean"]), tuple(began["std"])), None, None, live)
+
+    @property
+    def items(self) -> int:
+        return ENDLESS
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for all: what comes next need not be what came before."""
+        return "live"
+
+    def stream(self, config: TrainConfig, device: torch.device) -> LiveStream:
+        return self.live
+
+    def save(self, run: Path) -> None:
+        """A run that goes on normalises images as before."""
+        mean, std = self.stats
+        write_json(run / STREAM, {"image_shape": list(self.train.shape), "mean": list(mean), "std": list(std)})
 
 
 _kept: dict[tuple[object, ...], Source] | None = None
@@ -156,6 +219,10 @@ def _check_size(data: str, what: str, source: Source, side: int | None = None) -
         raise UserError(
             f"{data!r} has {what} of {height} × {width} pixels, not {wanted}; give an image_size to resize all to"
         )
+
+
+def _needs_labels(config: TrainConfig) -> UserError:
+    return UserError(f"bias {config.bias:g} needs labels, but {config.data!r} has none; leave bias at 1")
 
 
 def _tells_classes(source: Source) -> bool:

@@ -9,6 +9,8 @@ from .errors import UserError, suggest
 MethodName = Literal["simclr", "moco", "simsiam", "byol", "d-simclr", "d-moco", "d-simsiam", "d-byol"]
 OptimizerName = Literal["adam", "adamw", "sgd", "lars"]
 AugmentName = Literal["standard", "paper", "digits", "none"]
+#: `data` of a run whose images come once, from outside.
+LIVE = "-"
 POLICIES = ("duel", "fifo", "reservoir", "random", "minred", "adaptive", "oracle")
 #: Those that compare nothing.
 BLIND_POLICIES = ("fifo", "reservoir", "random", "oracle")

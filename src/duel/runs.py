@@ -3,6 +3,7 @@
 config.json  the TrainConfig           checkpoints/  step-NNNNNNNNN.pt, the latest few
 run.json     versions, hardware, commit metrics.csv   one line per log interval; tensorboard/ holds the same
 subset.npy   ids kept by bias_mode subset            evaluation.json  what `duel evaluate` measured
+stream.json  size and statistics of the images that a live stream began with
 memory.csv   what the memory held when the newest checkpoint was written
 evaluation-DATA-….json  what it measured on other data than the run's own
 .in-use      while a process trains here
@@ -31,11 +32,12 @@ from .errors import UserError, writing
 from .locking import alone
 
 CONFIG, META, METRICS, SUBSET, EVALUATION = "config.json", "run.json", "metrics.csv", "subset.npy", "evaluation.json"
+STREAM = "stream.json"
 MEMORY, EVALUATION_OF_OTHERS = "memory.csv", f"evaluation-*-{'[0-9a-f]' * 8}.json"
 COMMIT_VARIABLE = "DUEL_COMMIT"
 CHECKPOINTS, TENSORBOARD, FEATURES = "checkpoints", "tensorboard", "features"
 LOCK = ".in-use"
-_OURS = (CONFIG, META, METRICS, SUBSET, MEMORY, EVALUATION, CHECKPOINTS, TENSORBOARD, FEATURES)
+_OURS = (CONFIG, META, METRICS, SUBSET, STREAM, MEMORY, EVALUATION, CHECKPOINTS, TENSORBOARD, FEATURES)
 
 
 def check_out(config: TrainConfig, *, resume: bool = False, overwrite: bool = False) -> Path:

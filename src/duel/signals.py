@@ -8,7 +8,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-TIME_LIMIT = "the time limit"
+TIME_LIMIT, END_OF_STREAM = "the time limit", "the end of the stream"
 AT_ONCE = "at once, so that the steps since the last checkpoint are lost"
 
 
@@ -28,8 +28,12 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         if not self._asked and self.until is not None and time.monotonic() >= self.until:
-            self._asked, self.name = True, TIME_LIMIT
+            self.ask(TIME_LIMIT)
         return self._asked
+
+    def ask(self, name: str) -> None:
+        """Stop, by what `name` says."""
+        self._asked, self.name = True, name
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -43,11 +47,10 @@ class StopRequest:
         self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asked and self.name != TIME_LIMIT:
+        if self._asked and self.name not in (TIME_LIMIT, END_OF_STREAM):
             self._restore()
             raise KeyboardInterrupt(AT_ONCE)
-        self._asked = True
-        self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self.ask("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -206,10 +206,10 @@ class Storage(nn.Module):
             raise UserError(f"state_dict is damaged: it says {extra!r} of a memory of {self.size} slots")
 
 
-def held_ids(state: dict[str, Any]) -> Tensor:
-    """int64 (filled,): the ids in a memory's state_dict, without building that memory."""
-    ids: Tensor = state[_buffer("id")]
-    return ids[: state["_extra_state"]["filled"]]
+def held(state: dict[str, Any], payload: str) -> Tensor | None:
+    """(filled, …): a payload in a memory's state_dict, without building that memory; None where it has no such."""
+    found: Tensor | None = state.get(_buffer(payload))
+    return None if found is None else found[: state["_extra_state"]["filled"]]
 
 
 def undo_cast(module: nn.Module, before: Mapping[str, Tensor]) -> None:

@@ -20,8 +20,9 @@ from .errors import UserError
 from .evaluation.settings import EvaluationSettings
 from .inputs import load_split
 from .machine import resolve_device
+from .names import LIVE
 from .step import build_encoder
-from .storage import held_ids
+from .storage import held
 
 if TYPE_CHECKING:
     from .evaluation.progress import ProgressLike
@@ -46,6 +47,8 @@ class Trained:
     """The checkpoint it comes from."""
     memory_ids: Tensor | None
     """The items the memory held at that step, int64 (n,); None without a memory."""
+    memory_images: Tensor | None
+    """Their images, uint8 (n, c, h, w); None where the memory keeps none."""
     problems: list[str]
     """One message for each newer checkpoint that could not be read."""
 
@@ -70,7 +73,8 @@ def load_trained(run: str | os.PathLike[str]) -> Trained:
         std=tuple(state["std"]),
         step=int(state["training"]["step"]),
         path=path,
-        memory_ids=None if memory is None else held_ids(memory),
+        memory_ids=None if memory is None else held(memory, "id"),
+        memory_images=None if memory is None else held(memory, "image"),
         problems=problems,
     )
 
@@ -92,6 +96,8 @@ def evaluate(
     from . import evaluation
 
     trained = load_trained(run)
+    if not data and trained.config.data == LIVE:
+        raise UserError(f"{run} was trained on a stream, which is gone; name labelled data to measure on (data)")
     where = data or _MEASURED_ON.get(trained.config.data, trained.config.data)
     shape = trained.encoder.image_shape
     of_any_size = where not in NAMES and Path(where).expanduser().is_dir()  # files, brought to one when they are read
@@ -153,7 +159,7 @@ def export(
         "mean": " ".join(f"{v:.6g}" for v in trained.mean),
         "std": " ".join(f"{v:.6g}" for v in trained.std),
         "method": trained.config.method,
-        "data": Path(trained.config.data).name,
+        "data": trained.config.data_name,
         "step": str(trained.step),
     }
     return files.export(trained.encoder, path, format=format, metadata=facts)

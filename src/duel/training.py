@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,11 +19,13 @@ from . import checkpoint, contents, runs
 from .checkpoint import CheckpointError
 from .checks import RowsRefused
 from .config import TrainConfig
+from .data.live import StreamEnded
 from .errors import UserError
-from .inputs import Inputs
+from .inputs import ENDLESS, Inputs, LiveInputs
 from .machine import PeakMemory, build_fabric
+from .names import LIVE
 from .runlog import RunLog, check_loggers
-from .signals import StopRequest
+from .signals import END_OF_STREAM, StopRequest
 from .step import TrainingStep
 from .upkeep import slots_for
 
@@ -48,7 +50,7 @@ class RunResult:
     seconds: float = 0.0
     """Time spent training, over all attempts."""
     stopped_by: str = ""
-    """What stopped the run, if it is not finished: a signal or `signals.TIME_LIMIT`."""
+    """What stopped the run, if it is not finished: a signal, `signals.TIME_LIMIT` or `signals.END_OF_STREAM`."""
     labelled: bool = True
     """Whether the data have labels, so that the run can be evaluated on them."""
     device_seconds: float = 0.0
@@ -65,6 +67,7 @@ class NonFiniteLoss(UserError):
 def train(
     config: TrainConfig,
     *,
+    frames: Iterable[Any] | None = None,
     resume: bool = False,
     overwrite: bool = False,
     label: str | None = None,
@@ -74,19 +77,27 @@ def train(
 ) -> RunResult:
     """Train as `config` says, in its run directory; `duel.runs` says what is written there.
 
+    frames: where `config.data` is "-", the images to train on as they come, without end or until there are no more
+    (`duel.data.LiveStream` says what is taken).
+
     resume: continue from the newest good checkpoint; on the CPU the result is, bit for bit, the same as without the
-    interruption. A finished run is left as it is. overwrite: delete the run that the directory holds. label: what the
-    progress bar says. until: stop and save at that time of `time.monotonic`, to be resumed. clock: one that counts only
-    this run's share of the device's time.
+    interruption, but for frames, which are those that come then. A finished run is left as it is. overwrite: delete the
+    run that the directory holds. label: what the progress bar says. until: stop and save at that time of
+    `time.monotonic`, to be resumed. clock: one that counts only this run's share of the device's time.
     """
     console = console or Console(stderr=True)
+    if (frames is None) == (config.data == LIVE):
+        raise UserError(f"frames go with data {LIVE!r}, and only with that; got data {config.data!r} {_given(frames)}")
     out = runs.check_out(config, resume=resume, overwrite=overwrite)
     with ExitStack() as stack:
         if resume:
             stack.enter_context(runs.held(out))
         fabric = build_fabric(config)
         peak = PeakMemory(fabric.device)
-        inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
+        if frames is None:
+            inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
+        else:
+            inputs = LiveInputs.open(config, frames, fabric.device, out if resume else None)
         step = TrainingStep(config, inputs, fabric=fabric)
         spent = _restore(step, inputs, out, console) if resume else (0.0, 0.0, 0.0)
         meta = runs.read_meta(out) if resume else {}
@@ -97,7 +108,7 @@ def train(
         if not resume:
             stack.enter_context(runs.held(out))
         runs.prepare(out, config, overwrite=overwrite)
-        inputs.save_subset(out)
+        inputs.save(out)
         loop = _Loop(config, step, inputs, out, spent, clock)
         attempts = [*meta.get("attempts", []), {**runs.describe(fabric.device), "from_step": step.done}]
         runs.write_json(out / runs.META, {**meta, "attempts": attempts, "finished": None})
@@ -121,6 +132,10 @@ def train(
             },
         )
         return result
+
+
+def _given(frames: object) -> str:
+    return "without frames" if frames is None else "with frames"
 
 
 def _peak(now: int | None, before: dict[str, Any]) -> int | None:
@@ -209,7 +224,11 @@ class _Loop:
             self._fill(log, stop)
             self._begin()
             while step.done < step.steps and not stop.requested:
-                self._step()
+                try:
+                    self._step()
+                except StreamEnded:
+                    stop.ask(END_OF_STREAM)
+                    break
                 log.advance(step.done)
                 last = step.done == step.steps
                 if step.done % config.log_every == 0 or last:
@@ -231,11 +250,14 @@ class _Loop:
     def _fill(self, log: RunLog, stop: StopRequest) -> None:
         """Fill the memory and the queue, which does not count as training."""
         began = time.monotonic()
-        for how_far in self.step.filling():
-            self.saved_at = -1  # what is filled is not saved yet
-            log.doing(how_far)
-            if stop.requested:
-                break
+        try:
+            for how_far in self.step.filling():
+                self.saved_at = -1  # what is filled is not saved yet
+                log.doing(how_far)
+                if stop.requested:
+                    break
+        except StreamEnded as ended:
+            raise UserError(f"{ended}, too few to fill the memory; lower memory_size") from ended
         log.doing("")
         if self.step.device.type == "cuda":
             torch.cuda.synchronize(self.step.device)
@@ -273,7 +295,12 @@ class _Loop:
 
     def _columns(self) -> list[str]:
         memory = [] if self.instruments is None else self.instruments.columns
-        return ["loss", "lr", "epoch", "steps_per_s", *memory, *(ONLINE if self.inputs.test is not None else ())]
+        online = ONLINE if self.inputs.test is not None else ()
+        return ["loss", "lr", *(["epoch"] if self._has_epochs else []), "steps_per_s", *memory, *online]
+
+    @property
+    def _has_epochs(self) -> bool:
+        return self.inputs.items != ENDLESS
 
     def _log(self, log: RunLog, last: bool) -> None:
         step = self.step
@@ -285,7 +312,7 @@ class _Loop:
         self.metrics = {
             "loss": mean,
             "lr": step.lr_at(step.done - 1),
-            "epoch": step.done * self.config.stream_items / self.inputs.items,
+            **({"epoch": step.done * self.config.stream_items / self.inputs.items} if self._has_epochs else {}),
             "steps_per_s": steps / max(elapsed, 1e-9),
         }
         if self.instruments is not None:

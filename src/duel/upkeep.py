@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import policies
 from .config import TrainConfig
+from .data.live import LiveStream
 from .data.stream import Stream
 from .errors import UserError
 from .inputs import Inputs
@@ -41,7 +42,7 @@ class Upkeep:
         self.refreshed = min(config.refreshed_slots, memory.size)  # slots, per step
         self.recentre_every = -(-memory.size // (self.refreshed or config.stream_items))
 
-    def filling(self, stream: Stream) -> Iterator[int]:
+    def filling(self, stream: Stream | LiveStream) -> Iterator[int]:
         """Fill every slot with a real item before the first step: random vectors would never look like duplicates.
 
         Yields how many there are, batch by batch; where it was left off, a next call goes on.

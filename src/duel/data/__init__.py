@@ -4,6 +4,7 @@ from duel.data.arrays import from_arrays
 from duel.data.augment import PRESETS, Augment, Preset, normalise
 from duel.data.bias import ClassDraw, class_weights, item_probabilities, subset_ids
 from duel.data.folder import FolderSource
+from duel.data.live import LiveStream, raw_frames
 from duel.data.sources import NAMES, STATS, ArraySource, Source, load, statistics
 from duel.data.stream import Stream, batches
 
@@ -15,6 +16,7 @@ __all__ = [
     "Augment",
     "ClassDraw",
     "FolderSource",
+    "LiveStream",
     "Preset",
     "Source",
     "Stream",
@@ -24,6 +26,7 @@ __all__ = [
     "item_probabilities",
     "load",
     "normalise",
+    "raw_frames",
     "statistics",
     "subset_ids",
 ]

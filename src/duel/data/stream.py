@@ -189,7 +189,7 @@ class Stream:
         if not (hasattr(source, "__len__") and hasattr(source, "images")):
             raise UserError(
                 f"a Stream goes through a duel.data.Source, whose items have numbers, got a {type(source).__name__}; "
-                "make one of arrays with duel.data.ArraySource. What never ends goes into a WorkingMemory as it comes"
+                "make one of arrays with duel.data.ArraySource. What never ends is for duel.train(config, frames=…)"
             )
         if ids is not None:
             check_tensor(ids, "ids", "int64 (n,)")

@@ -38,6 +38,7 @@ its Top-k does not say where neighbours come from.
 | --- | --- |
 | ×27 | the bias: one class is 27 times as frequent as any other |
 | draw, subset | every item is drawn i.i.d., so that rare classes keep bringing new images (where nothing else is said; ×1 goes through all images, epoch by epoch); a fixed subset, with few images of rare classes for good |
+| frames | each image is shown so many times in a row, every time a little shifted and lighter or darker, as a camera would |
 | plain, literal, ours | the method without DUEL; the paper's form (linear score, Algorithm 2); what this package recommends |
 | stream-first, memory-first | batches come from the stream and the memory gives negatives; batches are drawn from the memory |
 | gap recovered | (row - plain) / (plain on balanced data - plain), with a 95 % interval over seeds (Fieller 1954); "no clear gap" where what the plain row lost is not clear of zero |
@@ -63,6 +64,7 @@ _LISTS = (
     ("negative-free",),
     ("subset",),
     ("longtail",),
+    ("camera",),
 )
 _PICTURES = {
     "figure1": "Class vectors under a biased loss, from the simplex ETF: rare classes drift towards -z_max",

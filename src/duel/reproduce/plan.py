@@ -110,15 +110,21 @@ class Data:
     bias: float = 1.0
     kind: str = "dominant"
     mode: str = "draw"
+    dwell: int = 1
 
     @property
     def name(self) -> str:
         """×27, ×27 subset, longtail 100 ..., as file names have it."""
-        parts = ["longtail" if self.kind == "longtail" else "", f"x{self.bias:g}", "subset" * (self.mode == "subset")]
+        parts = [
+            "longtail" if self.kind == "longtail" else "",
+            f"x{self.bias:g}",
+            "subset" * (self.mode == "subset"),
+            f"dwell{self.dwell}" if self.dwell > 1 else "",
+        ]
         return "-".join(part for part in parts if part)
 
     def settings(self) -> dict[str, Any]:
-        return {"bias": self.bias, "bias_kind": self.kind, "bias_mode": self.mode}
+        return {"bias": self.bias, "bias_kind": self.kind, "bias_mode": self.mode, "dwell": self.dwell}
 
 
 @dataclass(frozen=True)
@@ -163,6 +169,8 @@ class Grid:
 
 DRAWN = tuple(Data(bias) for bias in BIASES)
 _ENDS = (DRAWN[0], DRAWN[-1])
+DWELL = 32
+"""Frames of an image in the grid "camera": about a second of a video."""
 _METHODS = ("simclr", "moco")
 _PLAIN_AND_D = tuple(name for m in _METHODS for name in (m, f"d-{m}-literal", f"d-{m}-ours"))
 _PAIRED = 5  # seeds of the grids that say what our form gives and what others do
@@ -229,6 +237,14 @@ GRIDS: Mapping[str, Grid] = {
         "exponential long tail, ratio 100",
         (*_PLAIN_AND_D, *_SMALL),
         (Data(100.0, "longtail"), Data(100.0, "longtail", "subset")),
+    ),
+    "camera": Grid(
+        f"a stream that shows each image as {DWELL} nearly identical frames in a row",
+        _each(
+            "{}", "d-{}-literal", "d-{}-ours", *(f"{{}}-memory-{p}" for p in ("fifo", "reservoir", "minred", "oracle"))
+        ),
+        tuple(Data(bias, dwell=DWELL) for bias in (BIASES[0], BIASES[-1])),
+        balanced=_METHODS,
     ),
     "figure3": Grid("cosines over training", ("moco", "d-moco-literal", "d-moco-ours"), DRAWN),
 }

@@ -232,7 +232,8 @@ def _budget(evidence: Evidence, row: str, data: Sequence[Data]) -> tuple[str, st
 
 def words(data: Data) -> str:
     tail = {"longtail": "long tail "}.get(data.kind, "×") + f"{data.bias:g}"
-    return tail + (" subset" if data.mode == "subset" else "")
+    frames = f" {data.dwell} frames" if data.dwell > 1 else ""
+    return tail + (" subset" if data.mode == "subset" else "") + frames
 
 
 def _measured(evidence: Evidence, row: str, data: Data, measure: str) -> str:

@@ -1,0 +1,275 @@
+"""Images that come once are trained on as those of a set are, and a run that goes on goes on with what comes then."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from duel import checkpoint, cli, inputs, recipes, runs
+from duel.config import TrainConfig
+from duel.data import LiveStream, load, raw_frames
+from duel.data.live import StreamEnded
+from duel.errors import UserError
+from duel.evaluation.settings import EvaluationSettings
+from duel.inputs import Inputs
+from duel.runlog import read_metrics
+from duel.signals import END_OF_STREAM
+from duel.trained import evaluate, export, load_trained
+from duel.training import RunResult, train
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SIDE = 8
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def numbered(count: int, side: int = SIDE) -> Iterator[torch.Tensor]:
+    """Image i is filled with the value i."""
+    return (torch.full((3, side, side), i, dtype=torch.uint8) for i in range(count))
+
+
+def live(images: Any, **settings: Any) -> LiveStream:
+    return LiveStream(images, **{"batch_size": 4, "device": "cpu", **settings})
+
+
+def small(**changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "out": "run", "steps": 8, "batch_size": 16, "memory_size": 32, "refresh": 8, "dim": 16, "log_every": 2,
+        "checkpoint_every": 100, "source": "memory",
+    }  # fmt: skip
+    return dataclasses.replace(recipes.demo("d-simclr", "-"), **{**settings, **changes})
+
+
+def go(config: TrainConfig, frames: Any, **options: Any) -> RunResult:
+    return train(config, frames=frames, console=Console(file=io.StringIO()), **options)
+
+
+def state_of(run: str) -> dict[str, Any]:
+    return checkpoint.load_latest(Path(run) / runs.CHECKPOINTS)[1]
+
+
+def digits() -> torch.Tensor:
+    source = load("digits", split="train")
+    return source.images(torch.arange(len(source)))
+
+
+def endless(seed: int = 0) -> Iterator[torch.Tensor]:
+    images, rng = digits(), np.random.default_rng(seed)
+    while True:
+        yield images[int(rng.integers(len(images)))]
+
+
+# The stream ------------------------------------------------------------------------------------------------
+def test_batches_are_numbered_and_in_order_whatever_comes_at_a_time() -> None:
+    whole = torch.stack([*numbered(11)])
+    pieces = [whole[:1], whole[1], whole[2:9], whole[9:]]
+    for images in (numbered(11), pieces):
+        stream = live(images)
+        assert stream.look(6)[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]  # and they stay the next ones
+        for first in (0, 4):
+            shown, ids = stream.next()
+            assert ids.tolist() == shown[:, 0, 0, 0].tolist() == [*range(first, first + 4)]
+        with pytest.raises(StreamEnded, match="after 11 images"):
+            stream.next()
+
+
+def test_a_batch_is_written_where_it_is_wanted() -> None:
+    out = torch.zeros(4, 3, SIDE, SIDE, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+    assert live(numbered(4)).next(out=out)[0] is out[0]
+    assert out[0][:, 0, 0, 0].tolist() == out[1].tolist() == [0, 1, 2, 3]
+
+
+def test_images_of_any_kind() -> None:
+    rgb = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    wanted = torch.from_numpy(rgb).permute(2, 0, 1)
+    palette = Image.fromarray(rgb).quantize()
+    kinds = {
+        "array (h, w, c)": rgb,
+        "seen in a mirror": rgb[:, ::-1][:, ::-1],
+        "opaque": np.dstack([rgb, np.full((SIDE, SIDE), 255, np.uint8)]),
+        "tensor (c, h, w)": wanted,
+        "floats": wanted / 255,
+        "PIL": Image.fromarray(rgb),
+        "as a loader gives it": (wanted[None], torch.zeros(1)),
+        "as another gives it": [wanted[None], torch.zeros(1)],
+    }
+    for name, image in kinds.items():
+        assert torch.equal(live([image], batch_size=1).next()[0][0], wanted), name
+    grey = live([rgb[:, :, 0]], batch_size=1).next()[0][0]
+    assert torch.equal(grey, wanted[:1].expand(3, -1, -1))
+    colours = torch.from_numpy(np.array(palette.convert("RGB"))).permute(2, 0, 1)
+    assert torch.equal(live([palette], batch_size=1).next()[0][0], colours)
+
+
+def test_a_buffer_may_be_used_again() -> None:
+    def camera() -> Iterator[np.ndarray]:
+        buffer = np.zeros((3, SIDE, SIDE), np.uint8)
+        for i in range(4):
+            buffer[:] = i
+            yield buffer
+
+    assert live(camera()).next()[0][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_images_are_brought_to_size_or_must_have_one() -> None:
+    mixed = [np.zeros((12, 20, 3), np.uint8), np.zeros((SIDE, SIDE, 3), np.uint8)]
+    assert live(mixed, batch_size=2, size=SIDE).next()[0].shape == (2, 3, SIDE, SIDE)
+    with pytest.raises(UserError, match=r"number 1, has an image of 8 × 8 pixels, the first had 12 × 20; .*image_size"):
+        live(mixed, batch_size=2).next()
+
+
+@pytest.mark.parametrize("what", [None, "a.png", 3, (), np.zeros((SIDE, SIDE, 2), np.uint8)])
+def test_what_is_no_image_is_named(what: Any) -> None:
+    with pytest.raises(UserError, match="the stream, at number 1,"):
+        live([*numbered(1), what], batch_size=2).next()
+
+
+@pytest.mark.parametrize("what", ["video.mp4", b"", 3, None])
+def test_what_cannot_be_iterated_over_is_refused(what: Any) -> None:
+    with pytest.raises(UserError, match=f"iterable of images, got a {type(what).__name__}"):
+        live(what)
+
+
+def test_counting_goes_on() -> None:
+    before, after = live(numbered(8)), live(numbered(8))
+    before.next()
+    after.look(3)
+    after.load_state_dict(before.state_dict())
+    images, ids = after.next()
+    assert ids.tolist() == [4, 5, 6, 7]
+    assert images[:, 0, 0, 0].tolist() == [0, 1, 2, 3]  # what comes now
+    with pytest.raises(UserError, match="stream of another kind"):
+        after.load_state_dict({"block": 0, "offset": 0, "seed": 0})
+
+
+def test_raw_frames_without_the_rest_of_one() -> None:
+    rgb = np.random.default_rng(0).integers(0, 256, (3, 4, 4, 3), dtype=np.uint8)
+    found = [*raw_frames(io.BytesIO(rgb.tobytes()[:-5]), 4)]
+    assert np.array_equal(np.stack(found), rgb[:2])
+
+
+# Training --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("source", ["memory", "stream"])
+def test_a_stream_trains_as_the_same_images_of_a_set_do(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = digits()[:160]
+    np.save("images.npy", images.numpy())
+    of_a_set = small(source=source, data="images.npy", out="set")
+    order = Inputs.load(of_a_set, torch.device("cpu"), test=False).stream(of_a_set, torch.device("cpu"))
+    frames = [image for _ in range(20) for image in order.next()[0]]
+    monkeypatch.setattr(inputs, "LOOKED_AT", len(images))  # an epoch, so that both are normalised alike
+    go(small(source=source), frames)
+    train(of_a_set, console=Console(file=io.StringIO()))
+    found, wanted = (state_of(run)["training"]["method"] for run in ("run", "set"))
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_the_end_of_a_stream_is_no_end_of_the_run() -> None:
+    # fills the memory (32), then five steps of 16, and a rest
+    result = go(small(), itertools.islice(endless(), 32 + 5 * 16 + 3))
+    assert (result.steps, result.finished, result.stopped_by) == (5, False, END_OF_STREAM)
+    began = json.loads(Path("run", runs.STREAM).read_text())
+    bright = (torch.full((3, SIDE, SIDE), 255, dtype=torch.uint8) for _ in itertools.count())
+    result = go(small(), bright, resume=True)
+    assert (result.steps, result.finished) == (8, True)
+    state = state_of("run")
+    assert [*state["mean"], *state["std"]] == [*began["mean"], *began["std"]]  # normalised as before
+    assert state["training"]["stream"] == {"shown": 32 + 8 * 16}
+    lines = Path("run", runs.MEMORY).read_text().splitlines()
+    assert len(lines) == 1 + 32
+    ids = [int(line.split(",")[1]) for line in lines[1:]]
+    assert len(set(ids)) == 32
+    assert max(ids) < 32 + 8 * 16
+    kept = load_trained("run")
+    assert kept.memory_ids is not None
+    assert kept.memory_images is not None
+    assert sorted(kept.memory_ids.tolist()) == sorted(ids)
+    late = kept.memory_ids >= 32 + 5 * 16
+    assert 0 < late.sum() < 32
+    assert torch.equal((kept.memory_images == 255).flatten(1).all(1), late)
+    assert "epoch" not in read_metrics(Path("run"))[-1]
+
+
+def test_a_run_that_is_replaced_forgets_its_stream() -> None:
+    go(small(steps=1), endless())
+    go(small(steps=1), numbered(64), overwrite=True)
+    assert state_of("run")["mean"] == pytest.approx([31.5 / 255] * 3)
+
+
+def test_what_was_trained_on_a_stream_is_measured_on_labelled_data() -> None:
+    go(small(), endless())
+    with pytest.raises(UserError, match="trained on a stream, which is gone"):
+        evaluate("run", device="cpu")
+    found = evaluate("run", data="digits", device="cpu", settings=EvaluationSettings(probe_epochs=1, shot_repeats=1))
+    assert found["images"]["test"] == 500
+    assert export("run").metadata["data"] == "stream"
+    assert dataclasses.replace(small(), out=None).run_dir == "runs/stream-memory-d-simclr-x1-seed0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "frames", "message"),
+    [
+        ({"steps": None}, endless, "a stream has no epochs"),
+        ({"bias": 27.0}, endless, "bias 27 needs labels"),
+        ({"dwell": 3}, endless, "dwell 3"),
+        ({"policy": "oracle"}, endless, "oracle sees the labels"),
+        ({}, lambda: numbered(15), "ended after 15 images, before a batch of 16"),
+        ({}, lambda: numbered(31), "after 31 images, too few to fill the memory"),
+        ({}, lambda: [], "ended after 0 images"),
+        ({}, lambda: [np.zeros((8, 9, 3), np.uint8)] * 50, "8 × 9 pixels, not square"),
+        ({"data": "digits"}, endless, "frames go with data '-', and only with that; got data 'digits' with frames"),
+        ({}, lambda: None, "got data '-' without frames"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_said_at_once(changes: dict[str, Any], frames: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        go(small(**changes), frames())
+
+
+def test_a_run_goes_on_with_images_of_its_size() -> None:
+    go(small(), itertools.islice(endless(), 64))
+    with pytest.raises(UserError, match=r"9 × 9 pixels, and run was trained on 8 × 8"):
+        go(small(), numbered(64, side=9), resume=True)
+
+
+# The command line ------------------------------------------------------------------------------------------
+COMMAND = "train --data - --method d-simclr --recipe demo --source memory --memory-size 32 --batch-size 16 --steps 2"
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, content: bytes, tty: bool = False) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content), isatty=lambda: tty))
+
+
+def test_frames_are_read_from_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    content = digits()[:80].permute(0, 2, 3, 1).contiguous().numpy().tobytes()
+    piped(monkeypatch, content)
+    assert cli.main([*COMMAND.split(), "--image-size", str(SIDE), "--out", "piped"]) == 0
+    assert "next: duel export piped" in capsys.readouterr().out
+    assert state_of("piped")["training"]["stream"] == {"shown": 64}
+
+
+@pytest.mark.parametrize(("options", "tty"), [("", False), ("--image-size 8", True)])
+def test_how_to_pipe_is_said(
+    options: str, tty: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped(monkeypatch, b"", tty)
+    assert cli.main([*COMMAND.split(), *options.split()]) == cli.USER_MISTAKE
+    said = capsys.readouterr().err
+    assert "raw RGB frames from standard input" in said
+    assert "ffmpeg -i VIDEO" in said
+    assert ("--image-size" in said.partition("ffmpeg")[0]) == (not tty)
