@@ -89,6 +89,12 @@ def test_called_from_python_the_call_is_on_record(tmp_path, monkeypatch):
     assert runs.describe(CPU, call="other")["command"] == "duel bench replace --out 'my file'"
 
 
+def test_whether_the_loops_were_compiled_is_on_record(monkeypatch):
+    for library, word in ((object(), "C"), (None, "NumPy")):
+        monkeypatch.setattr(runs, "library", lambda library=library: library)
+        assert runs.describe(CPU)["versions"]["loops"] == word
+
+
 def at_80(*shown) -> str:
     console = Console(width=80, file=io.StringIO())
     console.print(*shown)

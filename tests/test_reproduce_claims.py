@@ -11,7 +11,7 @@ import pytest
 from duel.reproduce import claims, goals, store, theorems
 from duel.reproduce.evidence import Evidence, shown
 from duel.reproduce.page import page
-from duel.reproduce.plan import SCALES, Data
+from duel.reproduce.plan import DWELL, SCALES, Data
 from duel.reproduce.stats import Summary
 from duel.reproduce.verdicts import Claim, Verdict, conclude, weigh
 from records import SHORT, record, runs
@@ -222,6 +222,23 @@ def test_rivals_go_by_their_labels() -> None:
     first = "holds only when SimCLR, debiased loss (τ⁺ 0.1) (not yet measured: D-SimCLR, literal; "
     assert verdict.words.startswith(first)
     assert "SimCLR, memory-first, MinRed +2.50 ± 2.67 (8)" in verdict.evidence  # clear, but within the spread
+
+
+def test_frames_are_judged_against_the_plain_row_and_other_memories() -> None:
+    often, rare = (Data(bias, dwell=DWELL) for bias in (27.0, 1.0))
+    found = [record("simclr", data, s, 0.7, evaluation={"few_shot": 0.5}) for s in (2, 3) for data in (often, rare)]
+    for data, probe in ((often, 0.8), (rare, 0.6)):
+        found += [record("d-simclr-ours", data, s, probe, evaluation={"few_shot": 0.6}) for s in (2, 3)]
+    verdict = judged(found, goals.OURS, "D-SimCLR (ours) is above SimCLR on a stream of frames")
+    assert verdict.words.startswith("holds except when probe ×1")
+    assert "probe ×27 +10.00" in verdict.evidence
+    for row, probe in (("memory-reservoir", 0.9), ("memory-fifo", 0.5), ("memory-oracle", 0.99)):
+        found += [record(f"simclr-{row}", often, s, probe) for s in (2, 3)]
+    found += [record("simclr-memory-fifo", 27, s, 0.99) for s in (2, 3)]  # of another stream
+    verdict = judged(found, goals.OURS, "D-SimCLR (ours) is above every other memory on such frames")
+    assert "FIFO +30.00" in verdict.evidence
+    assert "reservoir -10.00" in verdict.evidence
+    assert "oracle" not in verdict.words + verdict.evidence
 
 
 def goal_runs(gains: Sequence[float]) -> list[store.Record]:

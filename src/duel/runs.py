@@ -27,6 +27,7 @@ from typing import Any
 
 from . import checkpoint
 from .checkpoint import atomic
+from .compiled import library
 from .config import TrainConfig
 from .errors import UserError, writing
 from .locking import alone
@@ -151,6 +152,7 @@ def describe(device: Any, call: str | None = None) -> dict[str, Any]:
     """
     import torch
 
+    loops = "NumPy" if library() is None else "C"
     hardware: dict[str, Any] = {
         "machine": platform.machine(),
         "system": platform.system(),
@@ -165,7 +167,7 @@ def describe(device: Any, call: str | None = None) -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["duel", *sys.argv[1:]]) if _by_command_line() else call,
         "commit": _commit(),
-        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **_versions()},
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, "loops": loops, **_versions()},
         "hardware": hardware,
     }
 

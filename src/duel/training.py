@@ -97,7 +97,8 @@ def train(
         if frames is None:
             inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
         else:
-            inputs = LiveInputs.open(config, frames, fabric.device, out if resume else None)
+            with console.status("waiting for the first images of the stream"):
+                inputs = LiveInputs.open(config, frames, fabric.device, out if resume else None)
         step = TrainingStep(config, inputs, fabric=fabric)
         spent = _restore(step, inputs, out, console) if resume else (0.0, 0.0, 0.0)
         meta = runs.read_meta(out) if resume else {}
