@@ -44,10 +44,12 @@ def _above_on_frames(row: str) -> Callable[[Evidence], Verdict]:
 
 
 def _beats(row: str, grid: str, data: Data) -> Callable[[Evidence], Verdict]:
-    """Against the literal form and every other row of the grid for its method, but the oracle, which is a control."""
+    """Against the literal form and every row of the grid for its method that is not a form of ours nor the oracle's,
+    which is a control."""
     plain = ROWS[row].plain
-    others = (r for r in GRIDS[grid].rows if ROWS[r].plain == plain and ROWS[r].settings.get("policy") != "oracle")
-    rivals = dict.fromkeys([f"d-{plain}-literal", *(r for r in others if r != row)])
+    others = (ROWS[name] for name in GRIDS[grid].rows if not name.startswith("d-"))
+    rivals = [f"d-{plain}-literal"]
+    rivals += [r.name for r in others if r.plain == plain and r.settings.get("policy") != "oracle"]
 
     def judge(evidence: Evidence) -> Verdict:
         mine = evidence.figures(row, data, "probe")

@@ -241,7 +241,8 @@ GRIDS: Mapping[str, Grid] = {
     "camera": Grid(
         f"a stream that shows each image as {DWELL} nearly identical frames in a row",
         _each(
-            "{}", "d-{}-literal", "d-{}-ours", *(f"{{}}-memory-{p}" for p in ("fifo", "reservoir", "minred", "oracle"))
+            *("{}", "d-{}-literal", "d-{}-ours", "d-{}-wide"),
+            *(f"{{}}-memory-{policy}" for policy in ("fifo", "reservoir", "minred", "oracle")),
         ),
         tuple(Data(bias, dwell=DWELL) for bias in (BIASES[0], BIASES[-1])),
         balanced=_METHODS,

@@ -97,6 +97,7 @@ def _variants(base: str, word: str) -> list[Row]:
         control("at-once", "ours, a batch evicted at once", ours, at_once=True),
         control("compete", "ours, newcomers compete", ours, admit="compete"),
         control("adaptive", "ours, adaptive width", ours, policy="adaptive"),
+        control("wide", f"ours, score {WIDE}", ours, score=WIDE),
     ]
     first = {**ours, "memory_size": 4096, "refresh": 256, "space": "projection"}
     if base == "moco":
@@ -112,6 +113,8 @@ def _variants(base: str, word: str) -> list[Row]:
 
 
 _BASES: tuple[tuple[MethodName, str], ...] = (("simclr", "SimCLR"), ("moco", "MoCo v2"))
+WIDE = "exponential:0.2"
+"""Of a form for frames: the recommended score counts little but frames of one image."""
 SCORES = ("quadratic", "gaussian:1", "gaussian:0.1", "exponential:0.05")
 """Of the ablation, besides linear, which is the literal row."""
 TUNING: Mapping[str, tuple[str, Settings]] = {
