@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import itertools
 import json
+import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +24,7 @@ from duel import checkpoint, cli, inputs, recipes, runs
 from duel.config import TrainConfig
 from duel.data import LiveStream, load, raw_frames
 from duel.data.live import StreamEnded
-from duel.errors import UserError
+from duel.errors import Notice, UserError
 from duel.evaluation.settings import EvaluationSettings
 from duel.inputs import Inputs
 from duel.runlog import read_metrics
@@ -106,7 +109,8 @@ def test_images_of_any_kind() -> None:
         "floats": wanted / 255,
         "PIL": Image.fromarray(rgb),
         "as a loader gives it": (wanted[None], torch.zeros(1)),
-        "as another gives it": [wanted[None], torch.zeros(1)],
+        "as another gives it": [wanted[None], torch.zeros(1), 3],
+        "a list of it": [wanted],
     }
     for name, image in kinds.items():
         assert torch.equal(live([image], batch_size=1).next()[0][0], wanted), name
@@ -114,6 +118,13 @@ def test_images_of_any_kind() -> None:
     assert torch.equal(grey, wanted[:1].expand(3, -1, -1))
     colours = torch.from_numpy(np.array(palette.convert("RGB"))).permute(2, 0, 1)
     assert torch.equal(live([palette], batch_size=1).next()[0][0], colours)
+
+
+def test_several_images_at_a_time_are_all_shown() -> None:
+    first, *others = numbered(6)
+    for images in ([first, (others[0], others[1].numpy())], [[first, *others]], [(torch.stack([first]), *others[:2])]):
+        values = live(images, batch_size=3).next()[0][:, 0, 0, 0].tolist()
+        assert values == [0, 1, 2]
 
 
 def test_a_buffer_may_be_used_again() -> None:
@@ -159,8 +170,11 @@ def test_counting_goes_on() -> None:
 
 def test_raw_frames_without_the_rest_of_one() -> None:
     rgb = np.random.default_rng(0).integers(0, 256, (3, 4, 4, 3), dtype=np.uint8)
-    found = [*raw_frames(io.BytesIO(rgb.tobytes()[:-5]), 4)]
+    with pytest.warns(Notice, match="ended with 43 bytes, not the 48 of 4 × 4 pixels in RGB"):
+        found = [*raw_frames(io.BytesIO(rgb.tobytes()[:-5]), 4)]
     assert np.array_equal(np.stack(found), rgb[:2])
+    with warnings.catch_warnings(action="error"):
+        assert len([*raw_frames(io.BytesIO(rgb.tobytes()), 4)]) == 3
 
 
 # Training --------------------------------------------------------------------------------------------------
@@ -205,6 +219,59 @@ def test_the_end_of_a_stream_is_no_end_of_the_run() -> None:
     assert "epoch" not in read_metrics(Path("run"))[-1]
 
 
+@pytest.mark.parametrize("what", ["an error", "no image"])
+def test_a_camera_that_fails_costs_no_steps(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "LOOKED_AT", 16)
+
+    def camera() -> Iterator[Any]:
+        yield from itertools.islice(endless(), 32 + 5 * 16 + 3)
+        if what == "an error":
+            raise OSError("unplugged")
+        yield None
+
+    error, words = (OSError, "unplugged") if what == "an error" else (UserError, "number 115, has no image: NoneType")
+    with pytest.raises(error, match=words):
+        go(small(), camera())
+    assert state_of("run")["training"]["step"] == 5
+    assert go(small(), endless(), resume=True).steps == 8
+
+
+@pytest.mark.parametrize("count", [20, 60])
+def test_a_signal_ends_the_waiting_for_images(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the memory (32) is filled, and in training. The camera waits for ever."""
+    monkeypatch.setattr(inputs, "LOOKED_AT", 16)
+
+    def camera() -> Iterator[Any]:
+        yield from itertools.islice(endless(), count)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("went on waiting")
+
+    result = go(small(), camera())
+    assert (result.steps, result.finished, result.stopped_by) == (0 if count == 20 else 1, False, "Ctrl-C")
+    assert state_of("run")["training"]["step"] == result.steps
+    assert go(small(), endless(), resume=True).finished
+
+
+def test_ctrl_c_is_no_end_of_the_stream_though_it_ends_what_is_piped_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "LOOKED_AT", 16)
+
+    def camera() -> Iterator[Any]:
+        yield from itertools.islice(endless(), 60)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    assert go(small(), camera()).stopped_by == "Ctrl-C"
+
+
+def test_a_run_without_a_checkpoint_begins_with_what_comes_now() -> None:
+    with pytest.raises(UserError, match="too few to fill"):
+        go(small(), numbered(20))
+    go(small(steps=8), itertools.chain(numbered(64), endless()), resume=True)
+    began = json.loads(Path("run", runs.STREAM).read_text())
+    assert began["mean"] == state_of("run")["mean"]
+    assert began["mean"][0] > 20 / 255
+
+
 def test_a_run_that_is_replaced_forgets_its_stream() -> None:
     go(small(steps=1), endless())
     go(small(steps=1), numbered(64), overwrite=True)
@@ -213,8 +280,9 @@ def test_a_run_that_is_replaced_forgets_its_stream() -> None:
 
 def test_what_was_trained_on_a_stream_is_measured_on_labelled_data() -> None:
     go(small(), endless())
-    with pytest.raises(UserError, match="trained on a stream, which is gone"):
-        evaluate("run", device="cpu")
+    for data in (None, "-"):
+        with pytest.raises(UserError, match="trained on a stream, which is gone"):
+            evaluate("run", data=data, device="cpu")
     found = evaluate("run", data="digits", device="cpu", settings=EvaluationSettings(probe_epochs=1, shot_repeats=1))
     assert found["images"]["test"] == 500
     assert export("run").metadata["data"] == "stream"
@@ -224,7 +292,7 @@ def test_what_was_trained_on_a_stream_is_measured_on_labelled_data() -> None:
 @pytest.mark.parametrize(
     ("changes", "frames", "message"),
     [
-        ({"steps": None}, endless, "a stream has no epochs"),
+        ({"steps": None}, endless, "steps must be given for a stream"),
         ({"bias": 27.0}, endless, "bias 27 needs labels"),
         ({"dwell": 3}, endless, "dwell 3"),
         ({"policy": "oracle"}, endless, "oracle sees the labels"),
@@ -261,6 +329,25 @@ def test_frames_are_read_from_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert cli.main([*COMMAND.split(), "--image-size", str(SIDE), "--out", "piped"]) == 0
     assert "next: duel export piped" in capsys.readouterr().out
     assert state_of("piped")["training"]["stream"] == {"shown": 64}
+
+
+def test_a_video_may_end_before_the_steps_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped(monkeypatch, digits()[:60].permute(0, 2, 3, 1).contiguous().numpy().tobytes())
+    assert cli.main([*COMMAND.split(), "--image-size", str(SIDE), "--out", "piped"]) == 0
+    said = capsys.readouterr()
+    assert "stopped by the end of the stream after step 1 of 2" in said.err
+    assert "… | duel train --out piped --resume" in said.err
+    assert "next: duel export piped" in said.out
+
+
+def test_a_process_without_standard_input_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert cli.main([*COMMAND.split(), "--image-size", "8"]) == cli.USER_MISTAKE
+    assert "nothing is piped into it: ffmpeg -i VIDEO -vf scale=8:8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("options", "tty"), [("", False), ("--image-size 8", True)])

@@ -107,7 +107,7 @@ class Train:
 
     Frames of a video or a camera as they come, from whatever can write them raw (rgb24) to a pipe:
       ffmpeg -i VIDEO -vf scale=64:64 -f rawvideo -pix_fmt rgb24 - |
-        duel train --data - --image-size 64 --method d-simclr --memory-size 4096 --steps 20000 --out runs/video
+        duel train --data - --image-size 64 --method d-simclr --memory-size 4096 --stream-batch 32 --steps 5000
 
     Go on after an interruption, with the settings of the run:
       duel train --out runs/simclr --resume
@@ -128,13 +128,14 @@ class Train:
         try:
             from .data.live import standard_input
             from .runs import MEMORY
+            from .signals import END_OF_STREAM
             from .training import train
 
             frames = standard_input(config.image_size) if config.data == LIVE else None
             result = train(config, frames=frames, resume=self.resume, overwrite=self.overwrite)
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt(*(stop.args or [self._not_begun(out, new=not found)])) from stop
-        if not result.finished:
+        if not result.finished and result.stopped_by != END_OF_STREAM:
             return INTERRUPTED
         last = ("loss", "knn", "memory_entropy", "memory_largest")
         shown = ", ".join(f"{name} {result.metrics[name]:.4g}" for name in last if name in result.metrics)

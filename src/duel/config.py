@@ -42,13 +42,14 @@ class TrainConfig:
     epochs: float = 200.0
     """Length of training in passes of the stream over the training images; ignored when steps is given."""
     steps: int | None = None
-    """Length of training in steps (batches)."""
+    """Length of training in steps (batches); a stream (data -) has no other."""
     batch_size: int = 256
     """Images per step; each is seen in two augmented views."""
     source: Literal["stream", "memory"] = "stream"
     """stream: batches come from the stream. memory: the stream only feeds the memory, batches are drawn from it."""
     stream_batch: int | None = None
-    """Stream items offered to the memory per step with source memory, whatever the batch size; None: batch_size."""
+    """Stream items offered to the memory per step with source memory, whatever the batch size; None: batch_size. Each
+    step takes as many frames of a camera or a video."""
 
     # Data --------------------------------------------------------------------------------------------------
     root: str = field(default="data", metadata=_FREE)
@@ -57,7 +58,7 @@ class TrainConfig:
     """Download the data set if it is missing."""
     image_size: int | None = None
     """Side in pixels to which images are resized; None keeps the data set's own (of a folder, the median
-    short side of its training images, at most 224)."""
+    short side of its training images, at most 224). Frames that are piped in (data -) must have it."""
     residency: Literal["auto", "device", "stream"] = field(default="auto", metadata=_FREE)
     """device: all images live on the device as uint8. stream: decoded by workers as needed. auto: by size."""
     workers: int | None = field(default=None, metadata=_FREE)

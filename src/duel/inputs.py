@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .checkpoint import checkpoints
 from .config import TrainConfig
 from .data.bias import class_weights, subset_ids
 from .data.live import LiveStream
 from .data.sources import ArraySource, Source, Stats, load, statistics
 from .data.stream import Stream
 from .errors import Notice, UserError
-from .runs import STREAM, SUBSET, write_json
+from .runs import CHECKPOINTS, STREAM, SUBSET, write_json
 
 if TYPE_CHECKING:
     from .instruments import Instruments
@@ -162,10 +163,10 @@ class LiveInputs(Inputs):
                 f"dwell {config.dwell} shows an image of a set as several frames; leave it at 1 for a stream"
             )
         if not config.steps:
-            raise UserError("a stream has no epochs; say how long to train (steps)")
+            raise UserError("steps must be given for a stream, which has no epochs")
         live = LiveStream(frames, batch_size=config.stream_items, device=device, size=config.image_size)
-        known = resumed and resumed / STREAM
-        began = json.loads(known.read_text()) if known and known.exists() else None
+        trained = resumed and checkpoints(resumed / CHECKPOINTS)  # without any it begins with what comes now
+        began = json.loads((resumed / STREAM).read_text()) if resumed and trained else None
         train = ArraySource(live.look(1 if began else LOOKED_AT), name="stream")
         _check_size(config.data, "images", train)
         if len(train) < min(LOOKED_AT, config.stream_items) and began is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -12,15 +13,20 @@ TIME_LIMIT, END_OF_STREAM = "the time limit", "the end of the stream"
 AT_ONCE = "at once, so that the steps since the last checkpoint are lost"
 
 
+class StopWaiting(KeyboardInterrupt):
+    """The request came while there was nothing to finish first."""
+
+
 class StopRequest:
     """Inside the block the first SIGINT or SIGTERM sets `requested`; a second one interrupts at once.
 
-    until: a time of `time.monotonic` after which to stop as well, or None. Outside the main thread Python allows no
-    handlers: signals then do what they did before.
+    until: a time of `time.monotonic` after which to stop as well, or None. waiting: whether the program just waits, so
+    that the first signal raises StopWaiting. Outside the main thread Python allows no handlers: signals then do what
+    they did before.
     """
 
-    def __init__(self, until: float | None = None) -> None:
-        self.until = until
+    def __init__(self, until: float | None = None, waiting: Callable[[], bool] = lambda: False) -> None:
+        self.until, self.waiting = until, waiting
         self.name = ""
         self._asked = False
         self._before: dict[int, Any] = {}
@@ -51,6 +57,8 @@ class StopRequest:
             self._restore()
             raise KeyboardInterrupt(AT_ONCE)
         self.ask("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+        if self.waiting():
+            raise StopWaiting
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

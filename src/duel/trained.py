@@ -46,9 +46,9 @@ class Trained:
     path: Path
     """The checkpoint it comes from."""
     memory_ids: Tensor | None
-    """The items the memory held at that step, int64 (n,); None without a memory."""
+    """The items the memory held at that step, int64 (n,), slot by slot; None without a memory."""
     memory_images: Tensor | None
-    """Their images, uint8 (n, c, h, w); None where the memory keeps none."""
+    """Their images, uint8 (n, c, h, w), likewise; None where the memory keeps none."""
     problems: list[str]
     """One message for each newer checkpoint that could not be read."""
 
@@ -96,8 +96,8 @@ def evaluate(
     from . import evaluation
 
     trained = load_trained(run)
-    if not data and trained.config.data == LIVE:
-        raise UserError(f"{run} was trained on a stream, which is gone; name labelled data to measure on (data)")
+    if (data or trained.config.data) == LIVE:
+        raise UserError(f"data must be given: {run} was trained on a stream, which is gone; name labelled data")
     where = data or _MEASURED_ON.get(trained.config.data, trained.config.data)
     shape = trained.encoder.image_shape
     of_any_size = where not in NAMES and Path(where).expanduser().is_dir()  # files, brought to one when they are read

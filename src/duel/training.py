@@ -25,7 +25,7 @@ from .inputs import ENDLESS, Inputs, LiveInputs
 from .machine import PeakMemory, build_fabric
 from .names import LIVE
 from .runlog import RunLog, check_loggers
-from .signals import END_OF_STREAM, StopRequest
+from .signals import END_OF_STREAM, StopRequest, StopWaiting
 from .step import TrainingStep
 from .upkeep import slots_for
 
@@ -97,7 +97,10 @@ def train(
         if frames is None:
             inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
         else:
-            with console.status("waiting for the first images of the stream"):
+            waiting = "waiting for the first images of the stream"
+            if not console.is_terminal:
+                console.print(waiting)
+            with console.status(waiting):
                 inputs = LiveInputs.open(config, frames, fabric.device, out if resume else None)
         step = TrainingStep(config, inputs, fabric=fabric)
         spent = _restore(step, inputs, out, console) if resume else (0.0, 0.0, 0.0)
@@ -190,6 +193,7 @@ class _Loop:
         self._begin()
         self.metrics: dict[str, float] = {}
         self._mentioned = self._unmeasurable = False
+        self.live = inputs.live if isinstance(inputs, LiveInputs) else None
         self.instruments = inputs.instruments(config, step.memory)
         self.saved_at = step.done if checkpoint.checkpoints(self.folder) else -1
 
@@ -219,7 +223,7 @@ class _Loop:
                 config=config.as_dict(),
                 console=console,
             ) as log,
-            StopRequest(until) as stop,
+            StopRequest(until, waiting=lambda: self.live is not None and self.live.waiting) as stop,
         ):
             self._warn_of_size(log)
             self._fill(log, stop)
@@ -227,9 +231,16 @@ class _Loop:
             while step.done < step.steps and not stop.requested:
                 try:
                     self._step()
-                except StreamEnded:
-                    stop.ask(END_OF_STREAM)
+                except StopWaiting:
                     break
+                except StreamEnded:
+                    if not stop.requested:  # Ctrl-C also ends what is before a pipe
+                        stop.ask(END_OF_STREAM)
+                    break
+                except Exception:
+                    if self.live and self.live.failed and self.saved_at != step.done:
+                        self._save(log, must=True)  # the step had not begun
+                    raise
                 log.advance(step.done)
                 last = step.done == step.steps
                 if step.done % config.log_every == 0 or last:
@@ -241,9 +252,10 @@ class _Loop:
                 self._save(log, must=True)
             finished = step.done == step.steps
             if not finished:
+                pipe = "… | " if self.live else ""
                 log.say(
                     f"stopped by {stop.name} after step {step.done} of {step.steps}; everything is saved.\n"
-                    f"Continue with: duel train --out {shlex.quote(str(self.out))} --resume"
+                    f"Continue with: {pipe}duel train --out {shlex.quote(str(self.out))} --resume"
                 )
         spent, shared = self.seconds, self.device_seconds
         return RunResult(self.out, step.done, finished, self.metrics, spent, stop.name, self.inputs.labelled, shared)
@@ -257,8 +269,11 @@ class _Loop:
                 log.doing(how_far)
                 if stop.requested:
                     break
+        except StopWaiting:
+            pass
         except StreamEnded as ended:
-            raise UserError(f"{ended}, too few to fill the memory; lower memory_size") from ended
+            if not stop.requested:
+                raise UserError(f"{ended}, too few to fill the memory; lower memory_size") from ended
         log.doing("")
         if self.step.device.type == "cuda":
             torch.cuda.synchronize(self.step.device)

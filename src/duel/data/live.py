@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from duel.data.arrays import as_images, resize
-from duel.errors import UserError
+from duel.errors import Notice, UserError
 
 _NO_MORE = object()
 
@@ -24,10 +25,13 @@ class StreamEnded(UserError):
 class LiveStream:
     """Batches of what an iterable gives, as a `Stream` gives those of a source: each once, in order, numbered from 0.
 
-    images: gives them one by one, as an array, a tensor or a PIL image (h, w), (h, w, c) or (c, h, w), or several of
-    one size (n, h, w, c) or (n, c, h, w), with 1, 3 or 4 channels, uint8 or floats in 0..1. Of a tuple or a list, as a
-    loader gives it, the first entry; labels are not looked at. size: side in pixels that they are brought to, as in
-    `load`; None: that of the first one, which all others must have.
+    images: gives them one by one, as an array, a tensor or a PIL image (h, w), (h, w, c) or (c, h, w), or several: a
+    list or tuple of them, or one array (n, h, w, c) or (n, c, h, w); with 1, 3 or 4 channels, uint8 or floats in 0..1.
+    A loader's labels are passed over. size: side in pixels that they are brought to, as in `load`; None: that of the
+    first one, which all others must have.
+
+    waiting: whether it waits for the iterable just now. failed: whether that has raised an error, or given what is no
+    image.
     """
 
     def __init__(
@@ -38,30 +42,38 @@ class LiveStream:
         self.batch_size, self.device, self.size = batch_size, torch.device(device), size
         self._images = iter(images)
         self._shape: tuple[int, ...] | None = None
-        self._waiting: list[Tensor] = []  # uint8 (n, 3, h, w): read but not shown yet
+        self._ahead: list[Tensor] = []  # uint8 (n, 3, h, w): read but not shown yet
         self._read = self._shown = 0
+        self.waiting = self.failed = False
 
     def look(self, count: int) -> Tensor:
         """The next `count` images, uint8 (n, 3, h, w), which stay the next ones; fewer where there are no more."""
-        while self._read - self._shown < count and (images := next(self._images, _NO_MORE)) is not _NO_MORE:
-            piece = self._brought_to_size(images)
-            self._waiting.append(piece)
-            self._read += len(piece)
-        if not self._waiting:
-            raise StreamEnded(f"the stream ended after {self._shown:,} images")
-        if len(self._waiting) > 1:
-            self._waiting = [torch.cat(self._waiting)]
-        return self._waiting[0][:count]
+        try:
+            while self._read - self._shown < count and (images := self._next()) is not _NO_MORE:
+                for array in _arrays(images):
+                    self._ahead.append(self._brought_to_size(array, type(images).__name__))
+                    self._read += len(self._ahead[-1])
+        except Exception:
+            self.failed = True
+            raise
+        if not self._ahead:
+            why = "" if self._shown else ": does what is before the pipe, or the iterable, give any?"
+            raise StreamEnded(f"the stream ended after {self._shown:,} images{why}")
+        if len(self._ahead) > 1:
+            self._ahead = [torch.cat(self._ahead)]
+        return self._ahead[0][:count]
 
-    def _brought_to_size(self, images: Any) -> Tensor:
-        from PIL.Image import Image
+    def _next(self) -> Any:
+        self.waiting = True
+        try:
+            return next(self._images, _NO_MORE)
+        finally:
+            self.waiting = False
 
-        images = images[0] if isinstance(images, tuple | list) and images else images
-        images = images.convert("RGB") if isinstance(images, Image) else images
+    def _brought_to_size(self, array: NDArray[Any], kind: str) -> Tensor:
         name = f"the stream, at number {self._read:,},"
-        array = images.detach().cpu().numpy() if isinstance(images, Tensor) else np.asanyarray(images)
         if array.ndim not in (2, 3, 4):
-            raise UserError(f"{name} has no image: {type(images).__name__}, shape {array.shape}")
+            raise UserError(f"{name} has no image: {kind}, shape {array.shape}")
         found = as_images(array if array.ndim == 4 else array[None], name)
         found = found if self.size is None else resize(found, self.size)
         self._shape = self._shape or tuple(found.shape[1:])
@@ -78,7 +90,7 @@ class LiveStream:
         images = self.look(self.batch_size)
         if len(images) < self.batch_size:
             raise StreamEnded(f"the stream ended after {self._read:,} images")
-        self._waiting[0] = self._waiting[0][self.batch_size :]
+        self._ahead[0] = self._ahead[0][self.batch_size :]
         ids = torch.arange(self._shown, self._shown + self.batch_size)
         self._shown += self.batch_size
         if out is None:
@@ -93,24 +105,51 @@ class LiveStream:
         """Go on counting from there."""
         if "shown" not in state:
             raise UserError("this is no position in a live stream; it was saved by a stream of another kind")
-        waiting = self._read - self._shown
+        ahead = self._read - self._shown
         self._shown = int(state["shown"])
-        self._read = self._shown + waiting
+        self._read = self._shown + ahead
+
+
+def _arrays(images: Any) -> list[NDArray[Any]]:
+    """What an iterable gave at a time. Of several things labels have fewer than two dimensions."""
+    from PIL.Image import Image
+
+    def one(image: Any) -> NDArray[Any]:
+        if isinstance(image, Tensor):
+            return image.detach().cpu().numpy()
+        return np.asanyarray(image.convert("RGB") if isinstance(image, Image) else image)
+
+    if not isinstance(images, tuple | list) or not images:
+        return [one(images)]
+    first, *others = images
+    rest = [one(other) for other in others]
+    return [one(first), *(rest if all(array.ndim > 1 for array in rest) else ())]
 
 
 def raw_frames(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
     """Uncompressed RGB frames (size, size, 3), one after the other without anything between them; ffmpeg calls that
-    rawvideo, pixel format rgb24. A last one that is not whole is left out."""
+    rawvideo, pixel format rgb24. A last one that is not whole is left out, with a warning."""
     length = 3 * size * size
     while len(frame := file.read(length)) == length:
         yield np.frombuffer(frame, dtype=np.uint8).reshape(size, size, 3)
+    if frame:
+        warnings.warn(
+            f"the frames ended with {len(frame):,} bytes, not the {length:,} of {size} × {size} pixels in RGB; unless "
+            "they were cut off there, they have another size, and what was trained on is scrambled",
+            Notice,
+            stacklevel=2,
+        )
 
 
 def standard_input(size: int | None) -> Iterator[NDArray[np.uint8]]:
     """`raw_frames` of what is piped into this process."""
-    example = "ffmpeg -i VIDEO -vf scale=64:64 -f rawvideo -pix_fmt rgb24 - | duel train --data - --image-size 64 …"
+    side = size or 64
+    example = f"ffmpeg -i VIDEO -vf scale={side}:{side} -f rawvideo -pix_fmt rgb24 - | duel train …"
     if size is None:
-        raise UserError(f"data '-' is raw RGB frames from standard input; give their side as image_size: {example}")
-    if sys.stdin.isatty():
+        raise UserError(
+            "data '-' is raw RGB frames from standard input; give their side as image_size: "
+            f"{example} --data - --image-size {side}"
+        )
+    if sys.stdin is None or sys.stdin.isatty():
         raise UserError(f"data '-' is raw RGB frames from standard input, and nothing is piped into it: {example}")
     return raw_frames(sys.stdin.buffer, size)
