@@ -211,7 +211,10 @@ GRIDS: Mapping[str, Grid] = {
     ),
     "controls": Grid(
         "what each part gives at ×27",
-        ("simclr-fifo", "moco-refresh", "d-moco-in-batch", *_each("d-{}-at-once", "d-{}-compete", "d-{}-adaptive")),
+        (
+            *("simclr-fifo", "moco-refresh", "d-moco-in-batch"),
+            *_each("d-{}-at-once", "d-{}-compete", "d-{}-adaptive", "d-{}-wide"),
+        ),
         DRAWN[-1:],
         seeds=_PAIRED,
     ),
@@ -230,7 +233,7 @@ GRIDS: Mapping[str, Grid] = {
     ),
     "subset": Grid(
         "a fixed subset",
-        (*_PLAIN_AND_D, *_SMALL),
+        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-wide")),
         tuple(Data(bias, mode="subset") for bias in BIASES[1:]),
     ),
     "longtail": Grid(

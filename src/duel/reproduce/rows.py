@@ -114,7 +114,7 @@ def _variants(base: str, word: str) -> list[Row]:
 
 _BASES: tuple[tuple[MethodName, str], ...] = (("simclr", "SimCLR"), ("moco", "MoCo v2"))
 WIDE = "exponential:0.2"
-"""Of a form for frames: the recommended score counts little but frames of one image."""
+"""Where images come again and again, as frames or of a fixed subset, the recommended score counts little but these."""
 SCORES = ("quadratic", "gaussian:1", "gaussian:0.1", "exponential:0.05")
 """Of the ablation, besides linear, which is the literal row."""
 TUNING: Mapping[str, tuple[str, Settings]] = {
