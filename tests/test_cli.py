@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from duel import cli, recipes, runs, training
+from duel import cli, loop, recipes, runs, training
 from duel.config import TrainConfig
 from duel.messages import as_options
 
@@ -262,7 +262,7 @@ def test_an_interruption_before_the_first_step_says_so(
         assert "the same command goes on" in capsys.readouterr().err
         assert cli.main(["train", *TINY, "--out", "run", "--overwrite"]) == cli.INTERRUPTED
         assert "the same command starts again" in capsys.readouterr().err
-    monkeypatch.setattr(training.RunLog, "__enter__", interrupted)
+    monkeypatch.setattr(loop.RunLog, "__enter__", interrupted)
     assert cli.main(["train", *TINY, "--out", "new"]) == cli.INTERRUPTED
     assert "start with: duel train --out new --resume" in capsys.readouterr().err
 

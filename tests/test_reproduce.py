@@ -315,7 +315,7 @@ def test_a_cut_run_goes_on_where_it_stopped(
     half = partial(execution.execute, clock=lambda: time.monotonic() / 2)
     monkeypatch.setattr(runner, "execute", half)
     with monkeypatch.context() as patch:
-        patch.setattr("duel.training.StopRequest", StopsAfterFour)
+        patch.setattr("duel.loop.StopRequest", StopsAfterFour)
         done = smoke(minutes=60.0)
     assert not done.complete
     first = json.loads(capsys.readouterr().out)

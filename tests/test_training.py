@@ -23,7 +23,7 @@ from lightning_utilities.core import rank_zero
 from PIL import Image
 from rich.console import Console
 
-from duel import checkpoint, recipes, runs, training
+from duel import checkpoint, loop, recipes, runs
 from duel.checks import RowsRefused
 from duel.config import TrainConfig
 from duel.data import ArraySource, load
@@ -224,7 +224,7 @@ def test_filling_the_memory_is_counted_apart_from_training(monkeypatch: pytest.M
             yield how_far
 
     monkeypatch.setattr(TrainingStep, "filling", slowly)
-    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
     config = small("d-moco", steps=2, memory_size=48)
     assert go(config, until=0.0).steps == 0  # stopped after the first of three batches
     assert runs.read_meta(Path("run"))["budget"]["filling_seconds"] == 10
