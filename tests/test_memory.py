@@ -97,6 +97,12 @@ def test_a_duel_memory_does_what_replace_says(admit):
         assert (memory.expected_duplicates() - want.duplicates).abs().max() < 1e-4
 
 
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_save_load_continue_equals_never_having_stopped(name):
     straight = WorkingMemory(20, 8, POLICIES[name](), PAYLOAD, seed=5)
@@ -122,7 +128,7 @@ def test_save_load_continue_equals_never_having_stopped(name):
         go(fresh, range(cut, 10))
         for key, value in straight.state_dict().items():
             other = fresh.state_dict()[key]
-            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, key
+            assert same(value, other), key
         assert torch.equal(straight.sample(5), fresh.sample(5))
 
 

@@ -12,7 +12,6 @@ from duel import WorkingMemory
 from duel.errors import UserError
 from duel.hashing import uniform
 from duel.policies import AdaptiveDuel, Duel, Fifo, MinRed, Policy, Random, Reservoir, minred
-from duel.policies.minred import _by_candidates, _on_device
 from duel.replacement import dense
 from duel.replacement.units import exponent, in_units, pair_units
 from pools import clusters, isotropic
@@ -235,90 +234,149 @@ def test_hashed_draws_are_uniform_and_differ_between_seeds():
 
 
 def slow_minred(memory, incoming):
+    """Newcomer by newcomer, all pairs compared each time; a row of zeros takes no part. Also the memory after that."""
     memory, slots = memory.clone(), []
     for item in incoming:
+        if not item.any():
+            slots.append(-1)
+            continue
         cosines = (memory[:, None] * memory).sum(2)  # alike both ways, as a product need not be
         cosines.fill_diagonal_(-2)
         slots.append(int(cosines.max(1).values.argmax()))
         memory[slots[-1]] = item
-    return slots
+    return slots, memory
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_minred_evicts_the_closest_nearest_neighbour(seed):
-    rows = clusters(40, 8, seed)[0]
-    memory = WorkingMemory(25, 8, MinRed(), dtype=torch.float64)
-    memory.update(rows[:25])
-    incoming = clusters(30, 8, seed + 50)[0]
-    want = slow_minred(rows[:25], incoming)
-    assert memory.update(incoming).tolist() == want
-    # the form that runs on a GPU
-    assert (
-        _on_device(minred._pairs(rows[:25]), rows[:25].clone(), incoming, torch.zeros(30, dtype=torch.bool)).tolist()
-        == want
+def is_bound(policy, rows):
+    nearest = (rows @ rows.T).fill_diagonal_(-2).amax(1)
+    return bool((policy.nearest >= nearest - 1e-12).all())
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    """How many residents each simulation of MinRed had."""
+    sizes, simulated = [], minred._simulated
+    monkeypatch.setattr(
+        minred,
+        "_simulated",
+        lambda z, x, skip, residents: (sizes.append(len(residents)), simulated(z, x, skip, residents))[1],
     )
+    return sizes
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_minred_by_candidates_is_exact_or_in_doubt(seed):
-    """The form for large memories on a GPU, whose candidates are few."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, incoming = clusters(300, 16, seed)[0], clusters(24, 16, seed + 50)[0]
-    skip = torch.rand(24, generator=generator) < 0.2
-    incoming[skip] = 0
-    memory = WorkingMemory(300, 16, MinRed(), dtype=torch.float64)
+@pytest.mark.parametrize("pool", [isotropic, lambda *args: clusters(*args)[0]], ids=["isotropic", "clusters"])
+@pytest.mark.parametrize("turns", ["_by_numpy", "_by_torch", "_by_triton"])
+@pytest.mark.parametrize("candidates", [2, 12, 60])
+def test_minred_evicts_the_closest_nearest_neighbour(pool, turns, candidates, monkeypatch, looked_at):
+    """Batch after batch, with some turned away and some encoded anew in between; also the forms that a GPU has."""
+    monkeypatch.setattr(minred, "_by_numpy", getattr(minred, turns))
+    monkeypatch.setattr(minred, "WHOLE", {"cpu": 1})
+    monkeypatch.setattr(minred, "CANDIDATES", {"cpu": candidates})
+    monkeypatch.setattr(minred, "PER_NEWCOMER", 0)
+    rows = pool(60, 8, 0)
+    memory = WorkingMemory(60, 8, MinRed(), dtype=torch.float64)
     memory.update(rows)
-    want = memory.policy.choose(memory, incoming)
-    assert (want == -1).equal(skip)
-    outcomes = []
-    for count in (1, 8, 128, 300):
-        slots, sure = _by_candidates(rows.clone(), incoming, skip, count)
-        outcomes.append(bool(sure))
-        assert not sure or slots.equal(want)
-    assert not outcomes[0]
-    assert outcomes[2]
-    assert outcomes[3]  # all are candidates
+    for step in range(5):
+        incoming = pool(12, 8, step + 100)
+        incoming[step] = 0
+        want, rows = slow_minred(rows, incoming)
+        got = memory.policy.choose(memory, incoming)  # `update` refuses a row of zeros
+        assert got.tolist() == want
+        memory._write(got, incoming, incoming, {})
+        assert is_bound(memory.policy, rows)
+        slots = torch.randperm(60, generator=torch.Generator().manual_seed(step))[: 40 if step == 3 else 7]
+        rows[slots] = pool(len(slots), 8, step + 200)
+        memory.refresh(slots, rows[slots])
+        assert is_bound(memory.policy, rows)
+    assert int(memory.policy.in_doubt) == 0
+    assert looked_at[0] == candidates
+    assert (max(looked_at) > candidates) == (candidates < 60)  # where they were too few, more were looked at
 
 
-def test_minred_takes_the_lowest_slot_of_a_tie_by_candidates_too():
-    rows = torch.eye(4, dtype=torch.float64)[[0, 1, 1, 2, 0, 3]]
-    slots, sure = _by_candidates(rows, torch.eye(4, dtype=torch.float64)[[3, 2]], torch.zeros(2, dtype=torch.bool), 6)
-    memory = WorkingMemory(6, 4, MinRed(), dtype=torch.float64)
-    memory.update(rows)
-    assert slots.tolist() == memory.update(torch.eye(4, dtype=torch.float64)[[3, 2]]).tolist() == [0, 0]
-    assert sure
-
-
-def test_a_tie_with_a_slot_that_was_left_out_is_in_doubt():
+@pytest.mark.parametrize("turns", ["_by_numpy", "_by_torch", "_by_triton"])
+@pytest.mark.parametrize("candidates", range(1, 7))
+def test_of_equals_minred_takes_the_lowest_slot(turns, candidates, monkeypatch):
     axes = torch.eye(8, dtype=torch.float64)
-    rows, incoming = axes[[0, 1, 1, 2, 2]], axes[[0, 5]]
-    memory = WorkingMemory(5, 8, MinRed(), dtype=torch.float64)
+    monkeypatch.setattr(minred, "_by_numpy", getattr(minred, turns))
+    monkeypatch.setattr(minred, "WHOLE", {"cpu": 1})
+    monkeypatch.setattr(minred, "CANDIDATES", {"cpu": candidates})
+    monkeypatch.setattr(minred, "PER_NEWCOMER", 0)
+    for held, new in (
+        ([0, 1, 1, 2, 0, 3], [3, 2]),
+        ([0, 1, 1, 2, 2, 4], [0, 5]),
+        ([0] * 6, [0, 1, 0, 2]),
+        ([3], [3, 4]),
+    ):
+        memory = WorkingMemory(len(held), 8, MinRed(), dtype=torch.float64)
+        memory.update(axes[held])
+        assert memory.update(axes[new]).tolist() == slow_minred(axes[held], axes[new])[0]
+
+
+def test_on_a_device_minred_says_when_others_could_not_be_ruled_out(monkeypatch):
+    """There it looks once, and counts; which slots are then chosen is for the candidates alone."""
+    rows, incoming = clusters(100, 16, 0)[0], clusters(24, 16, 1)[0]
+    memory = WorkingMemory(100, 16, MinRed(), dtype=torch.float64)
     memory.update(rows)
-    want = memory.policy.choose(memory, incoming)
-    for count in range(1, 6):
-        slots, sure = _by_candidates(rows, incoming, torch.zeros(2, dtype=torch.bool), count)
-        assert not sure or slots.equal(want)
-    assert sure
+    bounds = memory.policy.nearest.clone()
+    monkeypatch.setattr(minred, "WHOLE", {"cpu": 1})
+    monkeypatch.setattr(minred, "PER_NEWCOMER", 0)
+    doubts = []
+    for count in (2, 60, 100):
+        residents = bounds.topk(count).indices.sort().values
+        skip = torch.zeros(24, dtype=torch.bool)
+        done = minred._simulated(rows, incoming, skip, residents)
+        others = torch.maximum(bounds, (incoming @ rows.T).amax(0)).index_fill(0, residents, minred.NONE)
+        slots = residents[done.places].tolist()
+        doubts.append(bool((done.levels <= others.amax()).any()))
+        assert doubts[-1] or slots == slow_minred(rows, incoming)[0]
+    assert doubts == [True, False, False]
 
 
-def test_minred_takes_large_batches_in_blocks(monkeypatch):
+def test_minred_takes_large_batches_in_blocks(monkeypatch, looked_at):
     monkeypatch.setattr(minred, "BLOCK", 16)
     rows, incoming = clusters(100, 16, 0)[0], clusters(40, 16, 1)[0]
     memory = WorkingMemory(100, 16, MinRed(), dtype=torch.float64)
     memory.update(rows)
-    skip = torch.zeros(40, dtype=torch.bool)
-    assert memory.policy._in_blocks(rows.clone(), incoming, skip).equal(memory.policy.choose(memory, incoming))
-    assert int(memory.policy.in_doubt) == 0  # 1,024 candidates are all there are
+    assert memory.update(incoming).tolist() == slow_minred(rows, incoming)[0]
+    assert len(looked_at) == 3
+    assert memory.update(incoming[:0]).tolist() == []
     memory.policy.in_doubt += 2
     assert int(memory.state_dict()["policy.in_doubt"]) == 2
     memory.reset()
     assert int(memory.policy.in_doubt) == 0
 
 
-def test_minred_says_how_large_it_can_be():
-    memory = WorkingMemory(20_000, 2, MinRed())
-    with pytest.raises(UserError, match="limited to 16,384 slots on cpu"):
-        memory.update(torch.eye(2))
+def test_minred_goes_on_from_what_it_had_saved(looked_at):
+    """With the same bounds, so that the same products are computed; from a file of an older version it counts anew."""
+    batches = [clusters(300, 16, seed)[0].float() for seed in range(3)]
+    memory, resumed, older, wider = (WorkingMemory(300, 16, MinRed()) for _ in range(4))
+    memory.update(batches[0])
+    memory.update(batches[1][:50])
+    state = memory.state_dict()
+    resumed.load_state_dict(state)
+    assert torch.equal(resumed.policy.nearest, memory.policy.nearest)
+    older.load_state_dict({key: value for key, value in state.items() if key != "policy._extra_state"})
+    wider.double().load_state_dict(state)
+    assert wider.policy.nearest.dtype == torch.float64
+    for other in (older, wider):
+        assert not other.policy._counted
+    want = memory.update(batches[2][:50]).tolist()
+    assert resumed.update(batches[2][:50]).tolist() == older.update(batches[2][:50]).tolist() == want
+    assert wider.update(batches[2][:50].double()).tolist() == want
+    for broken in ({}, {"nearest": torch.zeros(3)}, None):
+        with pytest.raises(UserError, match="no state of a MinRed policy"):
+            memory.policy.check_state(broken)
+
+
+def test_the_bounds_of_minred_are_never_narrowed():
+    memory = WorkingMemory(50, 16, MinRed())
+    memory.update(clusters(50, 16, 0)[0].float())
+    memory.bfloat16()
+    assert memory.policy.nearest.dtype == torch.float64
+    assert not memory.policy._counted  # the vectors are others now
+    memory.update(clusters(5, 16, 1)[0].bfloat16())
+    memory.float()
+    assert not memory.policy._counted
 
 
 def test_at_once_takes_the_most_duplicated_slots_and_keeps_count():

@@ -9,7 +9,6 @@ import re
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -312,8 +311,7 @@ def test_a_cut_run_goes_on_where_it_stopped(
     """The second call resumes; the result is, bit for bit, that of a run that was never cut."""
     smoke(out="whole")
     capsys.readouterr()
-    half = partial(execution.execute, clock=lambda: time.monotonic() / 2)
-    monkeypatch.setattr(runner, "execute", half)
+    monkeypatch.setattr(runner.SharedClock, "__call__", lambda clock: time.monotonic() / 2)
     with monkeypatch.context() as patch:
         patch.setattr("duel.loop.StopRequest", StopsAfterFour)
         done = smoke(minutes=60.0)
@@ -520,20 +518,42 @@ def test_two_processes_give_what_one_gives() -> None:
 def test_a_run_s_share_of_the_device_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("duel.reproduce.sharing.time", SimpleNamespace(monotonic=lambda: now))
-    clock = SharedClock(multiprocessing.get_context("spawn"))
+    clock, of_another_call = SharedClock(Path("clock")), SharedClock(Path("clock"))
     with clock.at_work():
         first = clock()
         now = 110.0
-        with clock.at_work():
+        with of_another_call.at_work():
             second = clock()
             now = 120.0
             assert clock() - second == 5
+            assert of_another_call() == clock()
         now = 126.0
         assert clock() - first == 10 + 5 + 6
     before = clock()
     now = 500.0
     with clock.at_work():
         assert clock() == before  # nobody was at work
+        now = 3.0
+        assert clock() == before  # the machine was restarted
+        now = 4.0
+        assert clock() == before + 1
+
+
+def test_a_process_that_died_at_work_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("duel.reproduce.sharing.time", SimpleNamespace(monotonic=lambda: now))
+    died = multiprocessing.get_context("spawn").Process(target=int)
+    died.start()
+    died.join()
+    Path("clock").write_text(json.dumps([7.0, 100.0, [died.pid]]))
+    clock = SharedClock(Path("clock"))
+    with clock.at_work():
+        now = 110.0
+        assert clock() == 17.0
+    Path("clock").write_text("[7.0, 1")  # cut off
+    with clock.at_work():
+        now = 112.0
+        assert clock() == 2.0
 
 
 def test_gpu_seconds_are_the_run_s_share() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 try:
     import fcntl
@@ -40,6 +41,16 @@ def alone(path: Path) -> Iterator[bool]:
     finally:
         path.unlink(missing_ok=True)
         os.close(file)
+
+
+@contextmanager
+def in_turn(path: Path) -> Iterator[TextIO]:
+    """The file at `path`, made if it is not there, to be read and written by one process after the other."""
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+") as file:
+        if fcntl is not None:
+            with suppress(OSError):  # a file system that knows no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield file  # closing it writes what is written and lets the lock go
 
 
 def _is(file: int, path: Path) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from duel.checks import is_whole
 from duel.errors import UserError
+from duel.storage import undo_cast
 
 if TYPE_CHECKING:
     from duel.memory import WorkingMemory
@@ -81,6 +82,34 @@ class Policy(nn.Module):
 
     def check_state(self, state: Any) -> None:
         """Raise if `state`, what `get_extra_state` gave, is not one that this policy can go on from."""
+
+
+class Counting(Policy):
+    """A policy that counts something for every slot once the memory is full, and carries it on from there."""
+
+    _counted = False
+
+    def _count(self, memory: WorkingMemory) -> None:
+        """Count anew, from what the memory holds now."""
+        raise TypeError(f"{type(self).__name__} must define _count(memory)")
+
+    def filled(self, memory: WorkingMemory) -> None:
+        if not self._counted:
+            self._count(memory)
+
+    def recast(self) -> None:
+        self._counted = False
+
+    def restart(self) -> None:
+        super().restart()
+        self._counted = False
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moved with the memory, but never narrowed: it needs its 53 bits when the embeddings become bfloat16."""
+        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        undo_cast(self, kept)
+        return self
 
 
 def takes_part(incoming: Tensor) -> Tensor:

@@ -10,17 +10,16 @@ from torch import Tensor
 from duel import scores
 from duel.errors import UserError, suggest
 from duel.names import WIDE_SCORES
-from duel.policies.base import Policy, all_take_part, takes_part
+from duel.policies.base import Counting, all_take_part, takes_part
 from duel.replacement import Counted, check_engine, check_names, counted, exchange, replace_unchecked
 from duel.replacement.units import compute_dtype, exact_products, exponent, widened
 from duel.slots import turns
-from duel.storage import undo_cast
 
 if TYPE_CHECKING:
     from duel.memory import WorkingMemory
 
 
-class Duel(Policy):
+class Duel(Counting):
     """The most duplicated item leaves (the paper's naive MCP), newcomers one by one, exactly.
 
     Args:
@@ -67,7 +66,6 @@ class Duel(Policy):
         super().attach(memory)
         # N of every slot, carried from batch to batch; meaningful once the memory is full
         self.register_buffer("duplicates", torch.zeros(memory.size, dtype=torch.float64))
-        self._counted = False
 
     def get_extra_state(self) -> dict[str, Any]:
         state = {"counted": self._counted, "score": self._score.name, "exponent": exponent(len(self.duplicates))}
@@ -90,19 +88,16 @@ class Duel(Policy):
         self._known = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moved with the memory, but never narrowed: N needs its 53 bits when the embeddings become bfloat16."""
         self._known = None
-        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        undo_cast(self, kept)
-        return self
+        return super()._apply(fn, recurse)
 
     def restart(self) -> None:
         super().restart()
-        self._counted, self._known = False, None
+        self._known = None
 
     def recast(self) -> None:
-        self._counted, self._known = False, None
+        super().recast()
+        self._known = None
 
     def ready(self, memory: WorkingMemory) -> None:
         if self.engine == "fused":

@@ -1,166 +1,248 @@
-"""Minimum redundancy: the item whose nearest neighbour is closest leaves (max instead of the paper's sum)."""
+"""Minimum redundancy: the item whose nearest neighbour is closest leaves (max instead of the paper's sum).
+
+Exact, newcomer by newcomer, without comparing all pairs in every update. Carried from update to update is, for every
+slot, a cosine that is at least that of its nearest neighbour: newcomers and refreshed items raise it, and when a
+neighbour leaves it stays as it was. So who may have to leave are the slots with the highest of these bounds. Their
+nearest neighbours are looked up, the batch is simulated on them, and if all others' bounds are below what was evicted,
+no other can have been the one. Inside the simulation it is the same once more: the item with the highest bound leaves
+if its nearest neighbour is that close, and has its bound lowered otherwise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+import importlib.util
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from duel.errors import UserError
-from duel.policies.base import Policy, takes_part
-from duel.replacement.units import compute_dtype, exact_products
-from duel.slots import put
+from duel.policies.base import Counting, takes_part
+from duel.replacement.units import CHUNK_ELEMENTS, compute_dtype, exact_products, widened
+from duel.slots import highest, put
 
 if TYPE_CHECKING:
     from duel.memory import WorkingMemory
 
 NONE = -2.0  # less than any cosine: an item is not its own neighbour
-WHOLE = 2048  # up to so many slots on a GPU, every newcomer looks at all pairs
-ROUNDING = 2**-6  # more than bfloat16 changes in a cosine: 2^-8 for each factor, 2^-8 for the product
-BLOCK = 512  # newcomers at a time there
+BLOCK = 512  # newcomers at a time
+ROWS = 1024  # residents at a time, when the nearest of all is looked up
+WHOLE = {"cpu": 256, "cuda": 2048}  # up to so many slots all are simulated
+CANDIDATES = {"cpu": 256, "cuda": 1024}  # above, so many, and at least so many times as many as newcomers:
+PER_NEWCOMER = 4
 
 
-class MinRed(Policy):
+class MinRed(Counting):
     """Evicts, for each newcomer in turn, the item with the closest nearest neighbour; ties to the lowest slot.
 
-    All pairs are compared anew in every update, so the size is limited. On a GPU, above 2,048 slots, they are compared
-    in bfloat16, which finds the items that may have to leave; all else is exact and concerns these alone.
-
     Attributes:
-        in_doubt: how often, since the memory was emptied, an item that was not among these could not be ruled out.
+        in_doubt: how often, since the memory was emptied, an item that was not simulated could not be ruled out. Only
+            on a GPU, where it is not known in time; on a CPU more of them are simulated then.
     """
 
-    LARGEST: ClassVar[Mapping[str, int]] = {"cpu": 16384, "cuda": 65536}
     in_doubt: Tensor
+    nearest: Tensor
 
     def attach(self, memory: WorkingMemory) -> None:
         super().attach(memory)
         self.register_buffer("in_doubt", torch.zeros((), dtype=torch.int64, device=memory.device))
+        # the bounds, meaningful once the memory is full; saved below, since an older version had none
+        bounds = torch.zeros(memory.size, dtype=torch.float64, device=memory.device)
+        self.register_buffer("nearest", bounds, persistent=False)
 
-    def ready(self, memory: WorkingMemory) -> None:
-        kind = memory.device.type
-        largest = self.LARGEST.get(kind, self.LARGEST["cpu"])
-        if memory.size > largest:  # only now is it known where the memory is
-            raise UserError(
-                f"MinRed compares all pairs and is limited to {largest:,} slots on {kind}, got size={memory.size:,}; "
-                f"use Duel with a sharp score such as 'exponential:0.02'"
-            )
-        super().ready(memory)
+    def get_extra_state(self) -> dict[str, Tensor | None]:
+        return {"nearest": self.nearest.clone() if self._counted else None}
+
+    def state_of(self, saved: Any, *, recast: bool) -> Any:
+        return {"nearest": None} if recast or saved is None else saved
+
+    def check_state(self, state: Any) -> None:
+        given = state.get("nearest", ()) if isinstance(state, dict) else ()
+        if given is not None and getattr(given, "shape", None) != self.nearest.shape:
+            raise UserError("state_dict holds no state of a MinRed policy")
+
+    def set_extra_state(self, state: dict[str, Tensor | None]) -> None:
+        given = state["nearest"]
+        self._counted = given is not None
+        if given is not None:
+            self.nearest.copy_(given)
+
+    def _count(self, memory: WorkingMemory) -> None:
+        z = _rows(memory)
+        slots = torch.arange(memory.size, device=z.device)
+        with exact_products(z.device):
+            found = [_look(z[part], z, own=part)[0] for part in slots.split(ROWS)]
+        self.nearest.copy_(torch.cat(found))
+        self._counted = True
+
+    def refreshed(self, memory: WorkingMemory, slots: Tensor, old: Tensor) -> None:
+        if not self._counted:
+            return
+        if 2 * slots.shape[0] >= memory.size:
+            self._count(memory)
+            return
+        z = _rows(memory)
+        with exact_products(z.device):
+            theirs, others = _look(z[slots], z, own=slots)
+        self.nearest.copy_(torch.maximum(self.nearest, others).index_copy(0, slots, theirs.double()))
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
-        dtype = compute_dtype(memory.compared, incoming)
-        with exact_products(incoming.device):
-            z, x = memory.compared.to(dtype).clone(), incoming.to(dtype)
-            skip = ~takes_part(x)
-            if z.device.type != "cpu" and z.shape[0] > WHOLE:
-                return self._in_blocks(z, x, skip)
-            cosines = _pairs(z)
-            return _on_host(cosines, z, x, skip) if z.device.type == "cpu" else _on_device(cosines, z, x, skip)
+        if not self._counted:
+            self._count(memory)
+        z = _rows(memory, incoming)
+        x = widened(incoming, z.dtype)
+        skip, chosen = ~takes_part(x), []
+        with exact_products(z.device):
+            for first in range(0, x.shape[0], BLOCK):
+                block = x[first : first + BLOCK]
+                chosen.append(self._place(z, block, skip[first : first + BLOCK]))
+                if first + BLOCK < x.shape[0]:
+                    z = put(z, chosen[-1], block)
+        return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=z.device)
 
-    def _in_blocks(self, z: Tensor, x: Tensor, skip: Tensor) -> Tensor:
-        chosen = []
-        for first in range(0, x.shape[0], BLOCK):
-            block, left_out = x[first : first + BLOCK], skip[first : first + BLOCK]
-            slots, sure = _by_candidates(z, block, left_out, max(WHOLE // 2, 4 * block.shape[0]))
-            self.in_doubt += ~sure
-            chosen.append(slots)
-            if first + BLOCK < x.shape[0]:
-                z = put(z, slots, block)
-        return torch.cat(chosen)
-
-
-def _pairs(z: Tensor) -> Tensor:
-    """The cosines of all pairs, alike both ways: each other's nearest neighbours tie, and rounding is not to decide."""
-    cosines = z @ z.T
-    return torch.maximum(cosines, cosines.T).fill_diagonal_(NONE)
-
-
-def _on_device(cosines: Tensor, z: Tensor, x: Tensor, skip: Tensor) -> Tensor:
-    """Every newcomer looks at the whole matrix: no control flow, no synchronisation."""
-    chosen = []
-    for b in range(x.shape[0]):
-        j = cosines.amax(1).argmax(keepdim=True)
-        row = torch.where(skip[b], cosines[j], (x[b : b + 1] @ z.T).index_fill(1, j, NONE))
-        z.index_copy_(0, j, torch.where(skip[b], z[j], x[b : b + 1]))
-        cosines.index_copy_(0, j, row)
-        cosines.index_copy_(1, j, row.T)
-        chosen.append(torch.where(skip[b], -1, j))
-    return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=z.device)
+    def _place(self, z: Tensor, x: Tensor, skip: Tensor) -> Tensor:
+        """The slots of one block of newcomers; the bounds are brought up to date."""
+        kind, size = _kind(z), z.shape[0]
+        _, seen = _look(x, z, skip=skip)
+        bound = torch.maximum(self.nearest, seen)
+        count = size if size <= WHOLE[kind] else min(size, max(CANDIDATES[kind], PER_NEWCOMER * x.shape[0]))
+        while True:
+            residents, _ = highest(bound, count)
+            done = _simulated(z, x, skip, residents)
+            others = bound.index_fill(0, residents, NONE)
+            top, at = others.amax(), others.argmax()
+            slots = torch.where(skip, -1, residents[done.places])
+            doubt = ((done.levels < top) | ((done.levels == top) & (slots > at))) & ~skip
+            bound = others.index_copy(0, residents, done.bounds)
+            if z.device.type != "cpu":
+                self.in_doubt += doubt.any()
+                break
+            if count == size or not bool(doubt.any()):
+                break
+            bound.index_copy_(0, residents, torch.maximum(done.before, seen[residents].double()))
+            count = min(size, 2 * count)
+        self.nearest.copy_(bound)
+        return slots
 
 
-def _by_candidates(z: Tensor, x: Tensor, skip: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The slots (B,), from a simulation of the `count` residents that may come to have the closest neighbours, and
-    whether no other can have had a closer one (bool, 0-d). No control flow, no synchronisation."""
-    size, new, count = z.shape[0], x.shape[0], min(count, z.shape[0])
-    seen = (x @ z.T).masked_fill_(skip[:, None], NONE)
-    # an item's nearest neighbour can leave, which lowers this, or be a newcomer
-    bound = torch.maximum(_nearest(z) + ROUNDING, seen.amax(0))
-    residents = bound.topk(count).indices.sort().values
-    bound = bound.index_fill(0, residents, NONE)
+class _Done(NamedTuple):
+    """What a simulation gives."""
+
+    places: Tensor
+    """int64 (B,): the place, among the residents that were simulated, that each newcomer took."""
+    levels: Tensor
+    """float64 (B,): the cosine of the evicted item's nearest neighbour."""
+    bounds: Tensor
+    """float64 (count,): at least the cosine of the nearest neighbour, of what is in each place after the batch."""
+    before: Tensor
+    """float64 (count,): of its nearest neighbour before the batch."""
+
+
+def _simulated(z: Tensor, x: Tensor, skip: Tensor, residents: Tensor) -> _Done:
+    """The batch on these residents: all others stay."""
     items = torch.cat([z[residents], x])
-    # neighbours that stay: all other residents
-    stay = torch.cat([(z[residents] @ z.T), seen]).index_fill_(1, residents, NONE).amax(1)
-    pairs = _pairs(items)
-    visible = pairs.clone()
-    visible[:, count:] = NONE  # to whom newcomers are not there yet
-    slot = torch.cat([residents, residents.new_full((new,), size)])
-    absent = torch.zeros(count + new, dtype=torch.bool, device=z.device)
-    absent[count:] = True
-    chosen, lowest = [], z.new_full((), 2.0)
+    inside = torch.zeros(z.shape[0], dtype=torch.bool, device=z.device).index_fill_(0, residents, True)
+    stay, _ = _look(items, z, hidden=inside)
+    pairs = items @ items.T
+    pairs = torch.maximum(pairs, pairs.T).fill_diagonal_(NONE)  # alike both ways, for a product need not be
+    count = residents.shape[0]
+    before = torch.maximum(pairs[:count, :count].amax(1), stay[:count])
+    turns = _by_triton if _has_triton(z) else _by_torch if z.device.type != "cpu" else _by_numpy
+    places, levels, bounds = turns(pairs, stay, before, skip)
+    return _Done(places, levels.double(), bounds.double(), before.double())
+
+
+Turns = tuple[Tensor, Tensor, Tensor]
+
+
+def _by_numpy(pairs: Tensor, stay: Tensor, before: Tensor, skip: Tensor) -> Turns:
+    """On a CPU. pairs (n, n), residents before newcomers; stay (n,): the nearest of those that are not among them.
+
+    `occupant` is the item in each place; a place's bound is its own cosine or, where its neighbour has left, a larger
+    one.
+    """
+    cosines, outside, bounds = pairs.numpy(), stay.numpy(), before.numpy().copy()
+    count, new = len(bounds), len(skip)
+    occupant, left_out = np.arange(count), skip.numpy()
+    places, levels = np.zeros(new, np.int64), np.zeros(new, bounds.dtype)
     for b in range(new):
-        nearest = torch.maximum(visible.amax(1), stay).masked_fill_(absent, NONE)
-        level = nearest.amax()
-        gone = torch.where((nearest == level) & ~absent, slot, size).argmin(keepdim=True)
-        at, skipped = slot[gone], skip[b : b + 1]
-        lowest = torch.where(skip[b], lowest, torch.minimum(lowest, level))
-        # a skipped newcomer changes nothing: what would change is written as it was
-        visible.index_copy_(1, gone, torch.where(skipped, visible.index_select(1, gone), NONE))
-        absent.index_copy_(0, gone, ~skipped)
-        visible[:, count + b] = torch.where(skipped, NONE, pairs[:, count + b])
-        absent[count + b : count + b + 1] = skipped
-        slot[count + b : count + b + 1] = at
-        chosen.append(torch.where(skipped, -1, at))
-    slots = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=z.device)
-    return slots, bound.amax() < lowest  # at the same level it could have the lower slot
-
-
-def _nearest(z: Tensor, rows: int = 8192) -> Tensor:
-    """About the cosine of every item's nearest neighbour: (K, d) -> (K,)."""
-    short, found = z.bfloat16(), []
-    if z.device.type == "cpu":
-        short = short.to(z.dtype)  # not every processor multiplies bfloat16
-    for first in range(0, z.shape[0], rows):
-        cosines = short[first : first + rows] @ short.T
-        cosines.diagonal(first).fill_(NONE)
-        found.append(cosines.amax(1).to(z.dtype))
-    return torch.cat(found)
-
-
-def _on_host(cosines: Tensor, z: Tensor, x: Tensor, skip: Tensor) -> Tensor:
-    """The same with each item's nearest neighbour remembered: only those who lose it look again."""
-    size, count = z.shape[0], x.shape[0]
-    pairs = cosines.numpy()
-    nearest, neighbour = pairs.max(1), pairs.argmax(1)
-    # newcomers against residents and against each other, in two products instead of one per newcomer
-    to_residents, to_newcomers = (x @ z.T).numpy(), (x @ x.T).numpy()
-    holds = torch.full((size,), -1).numpy()  # which newcomer a slot holds
-    slots = torch.full((count,), -1)
-    for b in range(count):
-        if skip[b]:
+        if left_out[b]:
             continue
-        j = int(nearest.argmax())
-        row = to_residents[b].copy()
-        moved = (holds >= 0).nonzero()[0]
-        row[moved] = to_newcomers[b, holds[moved]]
-        row[j] = NONE
-        pairs[j], pairs[:, j] = row, row
-        orphans = (neighbour == j).nonzero()[0]
-        closer = row > nearest
-        nearest[closer], neighbour[closer] = row[closer], j
-        changed = [*orphans.tolist(), j]
-        nearest[changed], neighbour[changed] = pairs[changed].max(1), pairs[changed].argmax(1)
-        holds[j] = b
-        slots[b] = j
-    return slots
+        while True:
+            place = int(bounds.argmax())
+            item = occupant[place]
+            level = max(cosines[item, occupant].max(), outside[item])
+            if level >= bounds[place]:
+                break
+            bounds[place] = level
+        row = cosines[count + b, occupant]
+        row[place] = NONE
+        np.maximum(bounds, row, out=bounds)
+        bounds[place] = max(row.max(), outside[count + b])
+        occupant[place] = count + b
+        places[b], levels[b] = place, level
+    return torch.from_numpy(places), torch.from_numpy(levels), torch.from_numpy(bounds)
+
+
+def _by_torch(pairs: Tensor, stay: Tensor, before: Tensor, skip: Tensor) -> Turns:
+    """The same where nothing may be read from the device and there is no Triton: every turn looks at all pairs."""
+    count, new = len(before), len(skip)
+    occupant, seen = torch.arange(count, device=pairs.device), pairs[:, :count].clone()  # by all items of all places
+    places, levels = torch.zeros(new, dtype=torch.int64, device=pairs.device), before.new_zeros(new)
+    for b in range(new):
+        nearest = torch.maximum(seen.amax(1), stay)[occupant]
+        place = nearest.argmax(keepdim=True)
+        places[b : b + 1], levels[b : b + 1] = place, nearest[place]
+        seen.index_copy_(1, place, torch.where(skip[b], seen[:, place], pairs[:, count + b, None]))
+        occupant.index_copy_(0, place, torch.where(skip[b], occupant[place], count + b))
+    return places, levels, torch.maximum(seen.amax(1), stay)[occupant]
+
+
+def _by_triton(pairs: Tensor, stay: Tensor, before: Tensor, skip: Tensor) -> Turns:
+    """One kernel."""
+    from duel.policies import minred_kernel
+
+    places, levels = torch.zeros_like(skip, dtype=torch.int64), before.new_zeros(len(skip))
+    bounds = torch.empty_like(before)
+    wide = 1 << max(5, (len(before) - 1).bit_length())
+    minred_kernel.turns_kernel[(1,)](
+        pairs, stay, before, skip, places, levels, bounds, len(before), len(skip), WIDE=wide,
+        num_warps=max(1, min(16, wide // 128)),
+    )  # fmt: skip
+    return places, levels, bounds
+
+
+def _has_triton(z: Tensor) -> bool:
+    return z.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+def _look(
+    rows: Tensor, z: Tensor, *, own: Tensor | None = None, skip: Tensor | None = None, hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(n,): the highest cosine of each row with one of z (K, d); (K,): of each of z with a row. A chunk at a time.
+
+    own (n,): which of z a row itself is. skip (n,), hidden (K,): which rows, and which of z, see nobody.
+    """
+    theirs, others = rows.new_full((rows.shape[0],), NONE), []
+    step = max(1, CHUNK_ELEMENTS[_kind(z)] // max(1, rows.shape[0]))
+    for first in range(0, z.shape[0], step):
+        cosines = rows @ z[first : first + step].T
+        if own is not None:
+            here = torch.arange(first, first + cosines.shape[1], device=z.device)
+            cosines.masked_fill_(own[:, None] == here, NONE)
+        if skip is not None:
+            cosines.masked_fill_(skip[:, None], NONE)
+        if hidden is not None:
+            cosines.masked_fill_(hidden[first : first + step], NONE)
+        theirs = torch.maximum(theirs, cosines.amax(1))
+        others.append(cosines.amax(0))
+    return theirs, torch.cat(others)
+
+
+def _rows(memory: WorkingMemory, *others: Tensor) -> Tensor:
+    return widened(memory.compared, compute_dtype(memory.compared, *others))
+
+
+def _kind(z: Tensor) -> str:
+    return "cpu" if z.device.type == "cpu" else "cuda"

@@ -233,7 +233,7 @@ GRIDS: Mapping[str, Grid] = {
     ),
     "subset": Grid(
         "a fixed subset",
-        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-wide")),
+        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-wide", "{}-memory-minred")),
         tuple(Data(bias, mode="subset") for bias in BIASES[1:]),
     ),
     "longtail": Grid(

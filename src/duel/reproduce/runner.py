@@ -131,8 +131,13 @@ def _find_data(todo: Sequence[Planned]) -> None:
 
 
 def _one_by_one(todo: Sequence[Planned], job: Job) -> Iterator[Outcome]:
+    clock = _clock_of(job)
     for planned in todo:
-        outcome = execute(planned, job)
+        if _time_is_up(job):
+            yield Outcome(planned, "not started")
+            continue
+        with clock.at_work():
+            outcome = execute(planned, job, clock)
         yield outcome
         if outcome.device_lost:
             break
@@ -150,7 +155,7 @@ def _in_processes(waiting: list[Planned], job: Job) -> Iterator[Outcome]:
     """Takes runs from `waiting` until there are none, or the time is up, or some process is of no more use."""
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    given = (job.jobs, SharedClock(context))
+    given = (job.jobs, _clock_of(job))
     pool = ProcessPoolExecutor(job.jobs, mp_context=context, initializer=_start_worker, initargs=given)
     under_way: dict[Future[Outcome], Planned] = {}
     spoilt = hung = False
@@ -176,6 +181,11 @@ def _in_processes(waiting: list[Planned], job: Job) -> Iterator[Outcome]:
                 yield outcome
     finally:
         pool.shutdown(wait=not hung)
+
+
+def _clock_of(job: Job) -> SharedClock:
+    """One for all calls that work in the same folder: they are taken to share the device."""
+    return SharedClock(job.work / ".clock")
 
 
 def _time_is_up(job: Job) -> bool:

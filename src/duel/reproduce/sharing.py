@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.context import BaseContext
+from pathlib import Path
+
+from ..locking import in_turn
 
 
 class SharedClock:
     """Runs at 1/n of the usual speed while n processes are at work: what each reads to pass is its share of the time.
 
-    For processes that are given it when they start.
+    It is in a file, and for all processes that name it, whichever call started them. One that dies no longer counts.
     """
 
-    def __init__(self, context: BaseContext) -> None:
-        self._state = context.Array("d", 3)  # what it shows, when that was last put right, how many are at work
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def __call__(self) -> float:
-        return self._advance(0)
+        return self._advance()
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        self._advance(1)
+        me = [os.getpid()]
+        self._advance(joining=me)
         try:
             yield
         finally:
-            self._advance(-1)
+            self._advance(leaving=me)
 
-    def _advance(self, joining: int) -> float:
-        with self._state.get_lock():
-            shown, since, working = self._state[:]
+    def _advance(self, joining: list[int] | None = None, leaving: list[int] | None = None) -> float:
+        with in_turn(self.path) as file:
             now = time.monotonic()
+            try:  # what it shows, when that was last put right, who is at work
+                shown, since, working = json.loads(file.read())
+            except ValueError:  # new, or cut off by a full disk
+                shown, since, working = 0.0, now, []
+            working = [process for process in working if _lives(process)]
             if working:
-                shown += (now - since) / working
-            self._state[:] = [shown, now, working + joining]
+                shown += max(0.0, now - since) / len(working)  # less than nothing has passed: the machine was restarted
+            for process in leaving or ():
+                working.remove(process)
+            file.seek(0)
+            file.truncate()
+            file.write(json.dumps([shown, now, working + (joining or [])]))
             return float(shown)
+
+
+def _lives(process: int) -> bool:
+    if os.name == "nt":  # where asking would end it
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is somebody else's
+        pass
+    return True
