@@ -58,7 +58,7 @@ from duel.reproduce import store
         ({"policy": "duell"}, "did you mean 'duel'"),
         ({"augment": "standrd"}, "did you mean 'standard'"),
         ({"method": "moco", "key_batchnorm": "bach"}, "did you mean 'batch'"),
-        ({"method": "d-moco", "policy": "adaptive", "adaptive_target": 0}, "adaptive_target must lie between 0 and 1"),
+        ({"method": "d-moco", "policy": "adaptive", "adaptive_target": 0}, "adaptive_target must be > 0, got 0"),
         ({"method": "d-moco", "adaptive_target": 0.01}, "adaptive_target is for policy adaptive, got policy None"),
         ({"score": "gausian:1"}, "did you mean 'gaussian'.*exponential:TAU"),
         ({"score": "linear+gaussian:x"}, "must be a number"),

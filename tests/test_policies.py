@@ -398,7 +398,8 @@ def test_bad_settings_are_named():
         (lambda: Duel(at_once=True, admit="compete"), "nothing competes"),
         (lambda: Fifo(max_age=0), "max_age must be a whole number of updates, at least 1"),
         (lambda: Fifo(max_age=2.5), "got 2.5"),
-        (lambda: AdaptiveDuel(target=2), "target must be"),
+        (lambda: AdaptiveDuel(target=0), "target must be"),
+        (lambda: AdaptiveDuel(target=float("inf")), "target must be"),
         (lambda: AdaptiveDuel("linear"), "unknown kind"),
         (lambda: AdaptiveDuel(every=0), "every must be"),
     ]:
@@ -428,6 +429,22 @@ def test_the_adaptive_width_beats_linear_and_every_fixed_one_across_spreads():
         for score in ("linear", "exponential:0.05", "exponential:0.1", "exponential:0.2", "exponential:0.4")
     }
     assert adaptive > max(fixed.values()), (adaptive, fixed)
+
+
+@pytest.mark.parametrize("size", [64, 300, 1200])
+def test_the_mean_item_has_as_many_duplicates_as_the_target_says(size):
+    """A rung is a factor of √2 in width; so many items whatever the size, or a share of it."""
+    for target, want in ((3.0, 3.0), (0.05, 0.05 * (size - 1))):
+        memory = WorkingMemory(size, 32, AdaptiveDuel(target=target))
+        memory.update(clusters(size, 32, 0)[0].float())
+        assert want / 2 < float(memory.expected_duplicates().mean()) < 2 * want
+
+
+def test_a_memory_that_is_hardly_larger_than_the_target_still_tells_items_apart():
+    memory = WorkingMemory(5, 32, AdaptiveDuel(target=4.0))
+    memory.update(isotropic(5, 32, 0).float())
+    assert 1 < float(memory.expected_duplicates().mean()) < 3
+    assert WorkingMemory(1, 32, AdaptiveDuel(target=4.0)).update(isotropic(3, 32, 0).float()).tolist() == [0, 0, 0]
 
 
 def test_the_adaptive_width_follows_the_spread():

@@ -131,8 +131,8 @@ class TrainConfig:
     """Collision score of the duel policy: linear, quadratic, gaussian:TAU, exponential:TAU, or a mix A+B,
     weighted 0.1*A+0.9*B."""
     adaptive_target: float | None = None
-    """Policy adaptive: the share of the memory that its mean item is to have as expected duplicates. None: the policy's
-    own, which suits clusters; embeddings that a contrastive loss spreads want less, such as 0.001."""
+    """Policy adaptive: how many expected duplicates the mean item is to have: so many, or, below 1, that share of the
+    memory. None: the policy's own, which suits clusters; embeddings that a contrastive loss spreads want less."""
     admit: Literal["always", "compete"] = "always"
     """always: every newcomer takes a slot. compete: a newcomer may be the duplicate and be turned away."""
     at_once: bool = False

@@ -54,8 +54,7 @@ def check(config: TrainConfig) -> None:
             _positive(config, name)
     _at_least(config, "bias", 1)
     if config.adaptive_target is not None:
-        if not 0 < config.adaptive_target < 1:
-            raise UserError(f"adaptive_target must lie between 0 and 1, got {config.adaptive_target}")
+        _positive(config, "adaptive_target")
         if config.policy != "adaptive":
             raise UserError(f"adaptive_target is for policy adaptive, got policy {config.policy!r}; leave it out")
     for name in ("momentum", "key_momentum", "lr_end"):

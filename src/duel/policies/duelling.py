@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,9 +168,9 @@ class AdaptiveDuel(Duel):
 
     One width does not fit a whole training: too wide and all items look alike, too sharp and none does. When the memory
     becomes full, and at every `every`-th call of `memory.learn()`, one a training step, the width moves to the rung of
-    a fixed ladder (factors of √2) at which the mean item has a share `target` of the memory as expected duplicates. It
-    is found on the device, and N is then recomputed in chunks; nothing is read on the host. docs/decisions.md has the
-    measurement behind the defaults.
+    a fixed ladder (factors of √2) at which the mean item has `target` expected duplicates: so many items, or, below 1,
+    that share of the memory. It is found on the device, and N is then recomputed in chunks; nothing is read on the
+    host. docs/decisions.md has the measurement behind the defaults.
     """
 
     rung: Tensor
@@ -190,8 +191,8 @@ class AdaptiveDuel(Duel):
     ) -> None:
         if kind not in WIDE_SCORES:
             raise UserError(suggest("kind of adaptive score", kind, WIDE_SCORES))
-        if not 0 < target < 1:
-            raise UserError(f"target must be a share of the memory between 0 and 1, got {target}")
+        if not 0 < target < math.inf:
+            raise UserError(f"target must be a number of items, or below 1 a share of the memory, got {target}")
         if every < 1:
             raise UserError(f"every must be at least 1 step, got {every}")
         super().__init__(scores.exponential(), admit=admit, engine=engine, max_age=max_age)
@@ -241,8 +242,12 @@ class AdaptiveDuel(Duel):
         self.rung.copy_(self._fitting_rung(memory))
         self._count(memory)
 
+    def _share(self, size: int) -> float:
+        """The target as a share of the other items; of a memory that is hardly larger than it, half."""
+        return self.target if self.target < 1 else min(0.5, self.target / max(1, size - 1))
+
     def _fitting_rung(self, memory: WorkingMemory) -> Tensor:
-        """The rung at which the mean N is nearest to `target` · (K - 1), judged on 512 slots against all."""
+        """The rung at which the mean N is nearest to the target, judged on 512 slots against all."""
         compared = widened(memory.compared, compute_dtype(memory.compared))
         sample = compared[:: max(1, memory.size // 512)][:512]
         with exact_products(compared.device):
@@ -252,5 +257,5 @@ class AdaptiveDuel(Duel):
             h = scores.Score("", self.kind, width=width, floor=floor, scale=scale)(cosines)
             # minus the items' duplicates of themselves, which are exactly 1 each up to rounding
             means.append((h.sum(dtype=torch.float64) / sample.shape[0] - 1.0) / max(1, memory.size - 1))
-        distance = (torch.stack(means).clamp(min=1e-12).log() - torch.full_like(means[0], self.target).log()).abs()
+        distance = (torch.stack(means).clamp(min=1e-12).log() - math.log(self._share(memory.size))).abs()
         return distance.argmin()

@@ -213,7 +213,7 @@ GRIDS: Mapping[str, Grid] = {
         "what each part gives at ×27",
         (
             *("simclr-fifo", "moco-refresh", "d-moco-in-batch"),
-            *_each("d-{}-at-once", "d-{}-compete", "d-{}-adaptive", "d-{}-wide"),
+            *_each("d-{}-at-once", "d-{}-compete", "d-{}-adaptive", "d-{}-wide", "d-{}-few"),
         ),
         DRAWN[-1:],
         seeds=_PAIRED,
@@ -233,7 +233,7 @@ GRIDS: Mapping[str, Grid] = {
     ),
     "subset": Grid(
         "a fixed subset",
-        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-wide", "{}-memory-minred")),
+        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-wide", "d-{}-few", "{}-memory-minred")),
         tuple(Data(bias, mode="subset") for bias in BIASES[1:]),
     ),
     "longtail": Grid(
@@ -244,7 +244,7 @@ GRIDS: Mapping[str, Grid] = {
     "camera": Grid(
         f"a stream that shows each image as {DWELL} nearly identical frames in a row",
         _each(
-            *("{}", "d-{}-literal", "d-{}-ours", "d-{}-wide"),
+            *("{}", "d-{}-literal", "d-{}-ours", "d-{}-wide", "d-{}-few"),
             *(f"{{}}-memory-{policy}" for policy in ("fifo", "reservoir", "minred", "oracle")),
         ),
         tuple(Data(bias, dwell=DWELL) for bias in (BIASES[0], BIASES[-1])),
