@@ -114,6 +114,7 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
         (["train", "--recipe", "papr"], "did you mean 'paper'"),
         (["train", "--method", "simcrl"], "did you mean 'simclr'"),
         (["train", "--out", "nowhere", "--resume"], "nowhere is not a run directory"),
+        (["train", "--resume", "runs/x"], "the run to go on with is named by --out: --out runs/x --resume"),
         (["evaluate", "nowhere"], "nowhere is not a run directory"),
         (["export", "nowhere"], "nowhere is not a run directory"),
         (["train", "--data", "cifar11"], "did you mean 'cifar10'"),

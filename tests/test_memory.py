@@ -249,6 +249,16 @@ def test_works_in_every_mode_and_holds_no_gradient(context):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_rows_are_stored_as_they_are_given(dtype):
+    rows = isotropic(5000, 16, 0, dtype)
+    memory = WorkingMemory(5000, 16, "fifo", dtype=dtype)
+    memory.update(rows)
+    assert torch.equal(memory.embeddings, rows)
+    memory.refresh(torch.arange(5000), memory.embeddings.clone())
+    assert torch.equal(memory.embeddings, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("policy_dim", [None, 16])
 def test_rows_made_wide_again_have_unit_length(dtype, policy_dim):
     rows = isotropic(8, 16, 0).float()

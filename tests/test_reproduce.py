@@ -731,7 +731,8 @@ def test_the_plan_says_how_long_each_seed_takes_and_where() -> None:
     })  # fmt: skip
     lines = plan_lines(plan, {one.hash: one}, Path(), jobs=1)
     assert lines[0].endswith("1 are finished; to go: about 3.0 min as on G")
-    assert lines[-2:] == [
+    assert lines[-3:] == [
+        "these times are those of G: without a GPU it takes many times as long",
         "seed 0: 1 runs to go, about 1.0 min as on G",
         "seed 1: 2 runs to go, about 2.0 min as on G",
     ]

@@ -293,6 +293,17 @@ def test_goals_for_the_memory_and_for_balanced_data() -> None:
     assert "fewer than 5 seeds" in judged(plain + near[:3], goals.GOALS, "balanced data").words
 
 
+def test_the_goal_for_what_table_2_takes() -> None:
+    """Six rows at four biases; a bias at which a row's time is not known counts as the others do."""
+    rows = ("simclr", "moco", "d-simclr-literal", "d-moco-literal", "d-simclr-ours", "d-moco-ours")
+    for seconds, words in ((49.0, "holds"), (51.0, "does not hold")):
+        found = [record(row, 27, 2, 0.5, gpu_seconds=seconds, share=0.5) for row in rows]
+        verdict = judged(found, goals.GOALS, "20 GPU-minutes")
+        assert verdict.words == words
+        assert verdict.evidence.startswith(f"{24 * seconds / 60:.1f} for 24 runs")
+    assert judged(found[1:], goals.GOALS, "20 GPU-minutes").evidence == "no GPU-seconds of SimCLR"
+
+
 def at_paper(row: str, bias: float, probe: float) -> store.Record:
     return record(row, bias, 0, probe, scale=PAPER)
 

@@ -394,6 +394,12 @@ def _defaults(args: list[str]) -> TrainConfig:
         word = getattr(given, name)
         if word is not None and word not in map(str, words):
             raise UserError(suggest(name, word, map(str, words)))
+    if given.resume and not given.out and not given.help:
+        at = dashed.index("--resume") + 1
+        if at < len(dashed) and not dashed[at].startswith("-"):
+            raise UserError(
+                f"--resume takes no value; the run to go on with is named by --out: --out {args[at]} --resume"
+            )
     if given.resume and given.out and not given.help:
         from .runs import load_config  # needs torch, as the training that follows does
 

@@ -44,6 +44,9 @@ class MinRed(Counting):
     in_doubt: Tensor
     nearest: Tensor
 
+    def __init__(self, *, max_age: int | None = None) -> None:
+        super().__init__(max_age=max_age)
+
     def attach(self, memory: WorkingMemory) -> None:
         super().attach(memory)
         self.register_buffer("in_doubt", torch.zeros((), dtype=torch.int64, device=memory.device))

@@ -43,9 +43,11 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def widened(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows in the dtype that is computed in. Narrow rows are a per mille off unit length and are brought back to it."""
+    """Rows in the dtype that is computed in. Narrow rows are a per mille off unit length and are brought back to it, as
+    far as that dtype can tell: in their own they stay as they are."""
     wide = rows.to(dtype)
-    return torch.nn.functional.normalize(wide, dim=-1) if is_narrow(rows.dtype) else wide
+    off = is_narrow(rows.dtype) and rows.dtype != dtype
+    return torch.nn.functional.normalize(wide, dim=-1) if off else wide
 
 
 def exact_products(device: torch.device) -> AbstractContextManager[object]:

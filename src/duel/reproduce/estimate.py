@@ -96,6 +96,9 @@ def plan_lines(
     head = f"{len(plan)} runs on {gpu or 'the CPU'}, {jobs} at a time; {len(plan) - len(times)} are finished"
     if times:
         head += f"; to go: {_length(list(times.values()), gpu)}"
+    gpus = sorted({found.hardware for found in times.values() if found is not None and found.hardware})
+    if gpu is None and gpus:
+        lines.append(f"these times are those of {', '.join(gpus)}: without a GPU it takes many times as long")
     return [head, *lines, *_per_seed(plan, times, gpu)]
 
 
