@@ -136,6 +136,7 @@ class Inputs:
             classes=len(self.train.classes),
             stream_largest=largest,
             per_update=config.stream_items,
+            dwell=config.dwell,
         )
 
     def save(self, run: Path) -> None:

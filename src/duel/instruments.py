@@ -58,7 +58,8 @@ class Instruments:
     """Looks at one memory from time to time.
 
     labels: int64 (items,), the class of every id, or None. stream_largest: share of the most frequent class in the
-    stream, where it is known. per_update: newcomers offered in one update, and so in one step.
+    stream, where it is known. per_update: newcomers offered in one update, and so in one step. dwell: how many of them
+    in a row are the same item.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class Instruments:
         classes: int,
         stream_largest: float | None,
         per_update: int,
+        dwell: int = 1,
     ) -> None:
         self.memory, self.classes, self.stream_largest = memory, classes, stream_largest
         self.labels = labels.to(memory.embeddings.device) if labels is not None and classes > 1 else None
+        self.per_update, self.dwell = per_update, dwell
         self.queue_age = memory.size / per_update  # updates that an item stays in a queue of this size
         self.turns = TURNS * max(1.0, self.queue_age)
         self.patience = max(self.turns, PATIENCE)
@@ -123,7 +126,7 @@ class Instruments:
             "stale": self._stale(found),
             "concentrated": self._concentrated(found, judged),
             "alike": self._alike(found) if judged else "",
-            "copies": self._copies(found) if judged else "",
+            "copies": self._copies(found, done) if judged else "",
         }
         new = {kind: message for kind, message in said.items() if message and kind not in self._warned}
         self._warned.update(new)
@@ -184,9 +187,10 @@ class Instruments:
             "without --memory-negatives"
         )
 
-    def _copies(self, found: dict[str, float]) -> str:
+    def _copies(self, found: dict[str, float], done: int) -> str:
         distinct, size = found["memory_distinct"], self.memory.size
-        if not isinstance(self.memory.policy, Duel | MinRed) or distinct >= COPIES:
+        brought = (size + done * self.per_update) / self.dwell  # different items that the stream can have brought
+        if not isinstance(self.memory.policy, Duel | MinRed) or distinct * size >= COPIES * min(size, brought):
             return ""
         return (
             f"the memory's {size} slots hold only {distinct * size:.0f} different items, some of them often: those "
