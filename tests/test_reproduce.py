@@ -554,6 +554,7 @@ def test_a_process_that_died_at_work_has_no_share(monkeypatch: pytest.MonkeyPatc
     with clock.at_work():
         now = 112.0
         assert clock() == 2.0
+        Path("clock").unlink()
 
 
 def test_gpu_seconds_are_the_run_s_share() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import os
@@ -19,9 +18,10 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
 from . import __version__, recipes
 from .benchmarks.commands import Benchmark
 from .config import TrainConfig
-from .config_checks import OF_ANY_MEMORY, check_idle, check_unread, choices
-from .errors import UserError, suggest
+from .config_checks import OF_ANY_MEMORY, check_idle, check_unread
+from .errors import UserError
 from .evaluation.settings import EvaluationSettings
+from .first_pass import first_pass
 from .messages import as_options, plain_warnings
 from .names import LIVE, POLICIES
 from .reproduce.command import WORK
@@ -341,7 +341,7 @@ def _parse(args: list[str]) -> Command:
         text = inspect.getdoc(kind) or ""
         options: dict[str, Any] = {"description": text if args[:1] == [name] else text.splitlines()[0]}
         if kind is Train and args[:1] == ["train"]:
-            defaults = _Training(**vars(_defaults(args[1:])))
+            defaults = _Training(**vars(first_pass(args[1:])))
             options["default"] = Train(config=defaults)
             all_of_them = defaults.refreshed_slots != defaults.refresh
             hint = tyro.conf.arg(help_behavior_hint=f"(default: {defaults.refresh}{', here all' * all_of_them})")
@@ -372,40 +372,3 @@ def _with_values(args: list[str]) -> list[str]:
         if arg.replace("_", "-") in _BARE and following.startswith("-"):
             found.append("True")
     return found
-
-
-def _defaults(args: list[str]) -> TrainConfig:
-    """First pass over the options of `train`: what the recipe, or the run to be resumed, says about all the others."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    accepted = choices(TrainConfig)
-    for name in ("recipe", "data", "out", "batch_size", *accepted):
-        first.add_argument(f"--{name.replace('_', '-')}")
-    for flag in ("--resume", "--overwrite", "--help", "-h"):
-        first.add_argument(flag, action="store_true", dest=flag.lstrip("-"))
-    dashed = []
-    for arg in args:
-        name, equals, value = arg.partition("=")
-        dashed.append((name.replace("_", "-") if name.startswith("--") else name) + equals + value)
-    try:
-        given, _ = first.parse_known_args(dashed)
-    except argparse.ArgumentError:
-        return TrainConfig()  # an option without its value: the second pass says so
-    for name, words in accepted.items():
-        word = getattr(given, name)
-        if word is not None and word not in map(str, words):
-            raise UserError(suggest(name, word, map(str, words)))
-    if given.resume and not given.out and not given.help:
-        at = dashed.index("--resume") + 1
-        if at < len(dashed) and not dashed[at].startswith("-"):
-            raise UserError(
-                f"--resume takes no value; the run to go on with is named by --out: --out {args[at]} --resume"
-            )
-    if given.resume and given.out and not given.help:
-        from .runs import load_config  # needs torch, as the training that follows does
-
-        return load_config(Path(given.out))
-    named = {"method": given.method, "data": given.data, "source": given.source}
-    chosen: dict[str, Any] = {k: v for k, v in named.items() if v is not None}
-    if given.batch_size is not None and given.batch_size.isdigit() and int(given.batch_size) > 0:
-        chosen["batch_size"] = max(2, int(given.batch_size))  # one image is enough for some, which a recipe cannot tell
-    return recipes.recipe(given.recipe or "standard", **chosen)

@@ -132,7 +132,7 @@ class TrainConfig:
     weighted 0.1*A+0.9*B."""
     adaptive_target: float | None = None
     """Policy adaptive: how many expected duplicates the mean item is to have: so many, or, below 1, that share of the
-    memory. None: the policy's own, which suits clusters; embeddings that a contrastive loss spreads want less."""
+    memory. None: the policy's own, which suits clusters; what a contrastive loss spreads wants less, such as 8."""
     admit: Literal["always", "compete"] = "always"
     """always: every newcomer takes a slot. compete: a newcomer may be the duplicate and be turned away."""
     at_once: bool = False

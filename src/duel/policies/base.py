@@ -94,6 +94,7 @@ class Counting(Policy):
         raise TypeError(f"{type(self).__name__} must define _count(memory)")
 
     def filled(self, memory: WorkingMemory) -> None:
+        """Also for a full memory that was loaded without the count, or whose vectors have another dtype now."""
         if not self._counted:
             self._count(memory)
 

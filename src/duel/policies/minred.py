@@ -91,8 +91,7 @@ class MinRed(Counting):
         self.nearest.copy_(torch.maximum(self.nearest, others).index_copy(0, slots, theirs.double()))
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
-        if not self._counted:
-            self._count(memory)
+        self.filled(memory)
         z = _rows(memory, incoming)
         x = widened(incoming, z.dtype)
         skip, chosen = ~takes_part(x), []

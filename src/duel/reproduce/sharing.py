@@ -26,14 +26,13 @@ class SharedClock:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        me = [os.getpid()]
-        self._advance(joining=me)
+        self._advance(joining=os.getpid())
         try:
             yield
         finally:
-            self._advance(leaving=me)
+            self._advance(leaving=os.getpid())
 
-    def _advance(self, joining: list[int] | None = None, leaving: list[int] | None = None) -> float:
+    def _advance(self, joining: int | None = None, leaving: int | None = None) -> float:
         with in_turn(self.path) as file:
             now = time.monotonic()
             try:  # what it shows, when that was last put right, who is at work
@@ -43,11 +42,13 @@ class SharedClock:
             working = [process for process in working if _lives(process)]
             if working:
                 shown += max(0.0, now - since) / len(working)  # less than nothing has passed: the machine was restarted
-            for process in leaving or ():
-                working.remove(process)
+            if leaving in working:  # unless the file was lost meanwhile
+                working.remove(leaving)
+            if joining is not None:
+                working.append(joining)
             file.seek(0)
             file.truncate()
-            file.write(json.dumps([shown, now, working + (joining or [])]))
+            file.write(json.dumps([shown, now, working]))
             return float(shown)
 
 
