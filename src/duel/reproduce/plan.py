@@ -238,7 +238,7 @@ GRIDS: Mapping[str, Grid] = {
     ),
     "longtail": Grid(
         "exponential long tail, ratio 100",
-        (*_PLAIN_AND_D, *_SMALL),
+        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-few", "{}-memory-minred")),
         (Data(100.0, "longtail"), Data(100.0, "longtail", "subset")),
     ),
     "camera": Grid(
