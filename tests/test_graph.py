@@ -32,6 +32,7 @@ CASES = {
     "memory negatives": {"method": "simclr", "source": "memory", "memory_negatives": True, "stream_batch": 48},
     "oracle": {"method": "moco", "policy": "oracle"},
     "oracle first": {"method": "simclr", "source": "memory", "policy": "oracle", "refresh": 32},
+    "distinct first": {"method": "simclr", "source": "memory", "policy": "distinct", "refresh": 32},
     "backbone": {"method": "d-moco", "space": "backbone", "refresh": 64},
     "augmented": {"method": "d-simclr", "memory_view": "augmented", "refresh": 64},
     "reuse": {"method": "d-simclr", "reuse_newcomers": True, "refresh": 64},

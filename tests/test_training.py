@@ -114,6 +114,7 @@ CASES = {
         "d-simclr", reuse_newcomers=True, space="backbone", policy="adaptive", adaptive_target=0.01
     ),
     "oracle": small("simclr", source="memory", policy="oracle", memory_negatives=True, stream_batch=24),
+    "distinct": small("moco", source="memory", policy="distinct", refresh=8),
     "host": small("d-simclr", source="memory", memory_images="host", refresh=8, stream_batch=8),
     "memory-first": small("simsiam", source="memory", policy="reservoir", refresh=8, dwell=3),
     "moco-queue": small("d-moco", source="memory", queue=24, refresh=8),

@@ -11,9 +11,9 @@ OptimizerName = Literal["adam", "adamw", "sgd", "lars"]
 AugmentName = Literal["standard", "paper", "digits", "none"]
 #: `data` of a run whose images come once, from outside.
 LIVE = "-"
-POLICIES = ("duel", "fifo", "reservoir", "random", "minred", "adaptive", "oracle")
+POLICIES = ("duel", "fifo", "reservoir", "random", "distinct", "minred", "adaptive", "oracle")
 #: Those that compare nothing.
-BLIND_POLICIES = ("fifo", "reservoir", "random", "oracle")
+BLIND_POLICIES = ("fifo", "reservoir", "random", "distinct", "oracle")
 #: Methods without negatives: a memory can only give them their batches.
 NEGATIVE_FREE = ("simsiam", "byol")
 

@@ -96,6 +96,17 @@ def turns(present: Tensor) -> Tensor:
     return torch.where(present, present.cumsum(0) - 1, present.sum() + (~present).cumsum(0) - 1)
 
 
+def seats(stays: Tensor, size: int) -> Tensor:
+    """int64 (B,): the slots of newcomers that stay, -1 for the others.
+
+    stays: bool (size + B,), of residents, then newcomers; `size` in all. Newcomers take the slots of residents that
+    leave, in order, lowest first.
+    """
+    leaving = torch.sort(stays[:size].to(torch.int8), stable=True).indices  # those that leave come first
+    new = stays[size:]
+    return torch.where(new, leaving[turns(new).clamp(max=size - 1)], -1)
+
+
 def put(rows: Tensor, slots: Tensor, values: Tensor) -> Tensor:
     """A copy of rows with `values` in `slots` (-1: nowhere); where a slot is named twice the last one stays."""
     last = last_newcomer(slots, rows.shape[0])

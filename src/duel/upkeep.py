@@ -186,7 +186,7 @@ def build_policy(config: TrainConfig, inputs: Inputs) -> policies.Policy:
         given |= {"admit": config.admit}
         if config.adaptive_target is not None:
             given["target"] = config.adaptive_target
-    elif name in ("random", "reservoir"):
+    elif name in ("random", "reservoir", "distinct"):
         given |= {"seed": config.seed}
     elif name == "oracle":
         if inputs.train.labels is None:

@@ -26,11 +26,12 @@ from duel.policies.base import Policy, takes_part
 from duel.policies.duelling import AdaptiveDuel, Duel
 from duel.policies.minred import MinRed
 from duel.policies.oracle import Oracle
-from duel.policies.simple import Fifo, Random, Reservoir
+from duel.policies.simple import Distinct, Fifo, Random, Reservoir
 
 __all__ = [
     "POLICIES",
     "AdaptiveDuel",
+    "Distinct",
     "Duel",
     "Fifo",
     "MinRed",
@@ -48,6 +49,7 @@ POLICIES: dict[str, type[Policy]] = {
     "fifo": Fifo,
     "reservoir": Reservoir,
     "random": Random,
+    "distinct": Distinct,
     "minred": MinRed,
     "adaptive": AdaptiveDuel,
     "oracle": Oracle,

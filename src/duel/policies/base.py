@@ -113,6 +113,12 @@ class Counting(Policy):
         return self
 
 
+def check_ids(memory: WorkingMemory, policy: str) -> None:
+    """Raise if the memory does not know its items by number."""
+    if "id" not in memory.payload:
+        raise UserError(f'policy {policy} needs the memory to keep ids: payload={{"id": ((), torch.int64)}}')
+
+
 def takes_part(incoming: Tensor) -> Tensor:
     """bool (B,): which newcomers are to be placed; a row of zeros stands for one that is not."""
     return incoming.any(1)

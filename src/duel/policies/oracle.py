@@ -9,8 +9,8 @@ from torch import Tensor
 
 from duel.checks import check_tensor
 from duel.errors import UserError
-from duel.policies.base import Policy, takes_part
-from duel.slots import turns
+from duel.policies.base import Policy, check_ids, takes_part
+from duel.slots import seats
 
 if TYPE_CHECKING:
     from duel.memory import WorkingMemory
@@ -51,8 +51,7 @@ class Oracle(Policy):
         self.register_buffer("labels", labels.detach().clone(), persistent=False)
 
     def attach(self, memory: WorkingMemory) -> None:
-        if "id" not in memory.payload:
-            raise UserError('policy oracle needs the memory to keep ids: payload={"id": ((), torch.int64)}')
+        check_ids(memory, "oracle")
         super().attach(memory)
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
@@ -74,10 +73,7 @@ class Oracle(Policy):
         before = counts.cumsum(0) - counts
         place = torch.arange(size + count, device=incoming.device) - before[classes[grouped]]
         stays = torch.zeros_like(classes, dtype=torch.bool).scatter_(0, grouped, place < quota[classes[grouped]])
-
-        leaving = torch.sort(stays[:size].to(torch.int8), stable=True).indices  # those that leave come first
-        new = stays[size:]
-        return torch.where(new, leaving[turns(new).clamp(max=size - 1)], -1)
+        return seats(stays, size)
 
 
 def quotas(counts: Tensor, size: int) -> Tensor:

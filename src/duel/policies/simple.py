@@ -1,4 +1,4 @@
-"""Policies that do not look at the embeddings: the queue of MoCo, and random ones."""
+"""Policies that do not look at the embeddings: the queue of MoCo, random ones, one that knows items by their ids."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from duel.errors import UserError
 from duel.hashing import uniform
-from duel.policies.base import Policy, takes_part
-from duel.slots import turns
+from duel.policies.base import Policy, check_ids, takes_part
+from duel.slots import seats, turns
 
 if TYPE_CHECKING:
     from duel.memory import WorkingMemory
@@ -39,15 +39,12 @@ class Fifo(Policy):
         return (self.cursor + torch.arange(memory.size, device=self.cursor.device)) % memory.size
 
 
-class _Drawing(Policy):
+class _Seeded(Policy):
     """A policy that draws at random: the same draws on every device, and after save and load."""
-
-    arrived: Tensor
 
     def __init__(self, *, seed: int = 0, max_age: int | None = None) -> None:
         super().__init__(max_age=max_age)
         self.seed = seed
-        self.register_buffer("arrived", torch.zeros((), dtype=torch.int64))  # newcomers since the memory was full
 
     def get_extra_state(self) -> dict[str, int]:
         return {"seed": self.seed}
@@ -61,6 +58,16 @@ class _Drawing(Policy):
 
     def set_extra_state(self, state: dict[str, int]) -> None:
         self.seed = state["seed"]
+
+
+class _Drawing(_Seeded):
+    """One draw for each newcomer."""
+
+    arrived: Tensor
+
+    def __init__(self, *, seed: int = 0, max_age: int | None = None) -> None:
+        super().__init__(seed=seed, max_age=max_age)
+        self.register_buffer("arrived", torch.zeros((), dtype=torch.int64))  # newcomers since the memory was full
 
     def draw(self, incoming: Tensor) -> tuple[Tensor, Tensor]:
         """(the running number of each newcomer that takes part, a uniform draw for it)"""
@@ -85,3 +92,36 @@ class Reservoir(_Drawing):
         number, draw = self.draw(incoming)
         slots = (draw * (memory.size + number + 1)).long()
         return torch.where(slots < memory.size, slots, -1)
+
+
+class Distinct(_Seeded):
+    """A uniform sample of the *different* items seen so far: what knowing exact copies by their ids gives.
+
+    Every id has a random number of its own, and those with the lowest stay (bottom-k sampling: Cohen 1997), so that how
+    often an item came does not matter and nothing but the memory is kept of what was seen. An item that is held already
+    is turned away. Copies that entered while the memory was filling leave first, for any item that is not held.
+
+    Ids are the memory's payload "id". Near-duplicates with ids of their own are different items.
+    """
+
+    def __init__(self, *, seed: int = 0, max_age: int | None = None) -> None:
+        if max_age is not None:
+            raise UserError(f"policy distinct lets items leave by their ids alone; leave max_age {max_age} out")
+        super().__init__(seed=seed)
+
+    def attach(self, memory: WorkingMemory) -> None:
+        check_ids(memory, "distinct")
+        super().attach(memory)
+
+    def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
+        size, count = memory.size, incoming.shape[0]
+        ids = torch.cat([memory["id"], memory.arriving["id"]])  # (K + B,)
+        absent = torch.cat([torch.zeros_like(ids[:size], dtype=torch.bool), ~takes_part(incoming)])
+        # by id; of equal ones residents first, then newcomers in order, those that take no part last
+        order = torch.sort(absent.to(torch.int8), stable=True).indices
+        order = order[torch.sort(ids[order], stable=True).indices]
+        again = torch.zeros_like(absent).scatter_(0, order[1:], ids[order[1:]] == ids[order[:-1]])
+        rank = torch.where(again, 1.0, uniform(self.seed, ids)) + 2.0 * absent
+        lowest = torch.sort(rank, stable=True).indices
+        places = torch.arange(size + count, device=ids.device)
+        return seats(torch.zeros_like(absent).scatter_(0, lowest, places < size), size)

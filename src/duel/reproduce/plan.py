@@ -182,6 +182,8 @@ def _each(*patterns: str) -> tuple[str, ...]:
 
 
 _SMALL = _each("d-{}-ours-small")
+_MEMORIES = tuple(f"{{}}-memory-{policy}" for policy in ("fifo", "reservoir", "distinct", "minred"))
+"""Others in the place of DUEL's."""
 TUNING = "tuning"
 GRIDS: Mapping[str, Grid] = {
     "table1": Grid("Top-k accuracy", (*_PLAIN_AND_D, "simsiam"), DRAWN),
@@ -201,7 +203,7 @@ GRIDS: Mapping[str, Grid] = {
     "rivals": Grid(
         "other memories and losses, for as many steps as ours or (longer) as many images",
         (
-            *_each("{}", "d-{}-ours", "{}-memory-fifo", "{}-memory-reservoir", "{}-memory-minred", "{}-temperature"),
+            *_each("{}", "d-{}-ours", *_MEMORIES, "{}-temperature"),
             "simclr-debiased",
             "simclr-debiased-warm",
             *(name for name, row in ROWS.items() if row.as_many_as),
@@ -212,8 +214,11 @@ GRIDS: Mapping[str, Grid] = {
     "controls": Grid(
         "what each part gives at ×27",
         (
-            *("simclr-fifo", "moco-refresh", "d-moco-in-batch"),
-            *_each("d-{}-at-once", "d-{}-compete", "d-{}-adaptive", "d-{}-wide", "d-{}-few"),
+            *("simclr-fifo", "moco-refresh", "d-simclr-literal-augmented"),
+            *("d-moco-in-batch", "d-moco-printed", "d-moco-literal-4096"),
+            *_each(
+                *(f"d-{{}}-{change}" for change in ("at-once", "compete", "adaptive", "wide", "few", "ours-linear"))
+            ),
         ),
         DRAWN[-1:],
         seeds=_PAIRED,
@@ -233,19 +238,18 @@ GRIDS: Mapping[str, Grid] = {
     ),
     "subset": Grid(
         "a fixed subset",
-        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-wide", "d-{}-few", "{}-memory-minred")),
+        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-wide", "d-{}-few", "{}-memory-minred", "{}-memory-distinct")),
         tuple(Data(bias, mode="subset") for bias in BIASES[1:]),
     ),
     "longtail": Grid(
         "exponential long tail, ratio 100",
-        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-few", "{}-memory-minred")),
+        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-few", "{}-memory-minred", "{}-memory-distinct")),
         (Data(100.0, "longtail"), Data(100.0, "longtail", "subset")),
     ),
     "camera": Grid(
         f"a stream that shows each image as {DWELL} nearly identical frames in a row",
         _each(
-            *("{}", "d-{}-literal", "d-{}-ours", "d-{}-wide", "d-{}-few"),
-            *(f"{{}}-memory-{policy}" for policy in ("fifo", "reservoir", "minred", "oracle")),
+            *("{}", "d-{}-literal", "d-{}-ours", "d-{}-wide", "d-{}-few", *_MEMORIES, "{}-memory-oracle"),
         ),
         tuple(Data(bias, dwell=DWELL) for bias in (BIASES[0], BIASES[-1])),
         balanced=_METHODS,

@@ -86,6 +86,7 @@ def _variants(base: str, word: str) -> list[Row]:
         memory_first("fifo", "FIFO"),
         memory_first("reservoir", "reservoir"),
         memory_first("minred", "MinRed"),
+        memory_first("distinct", "copies known by their ids"),
         memory_first("oracle", "balanced by an oracle"),
         Row(
             f"{base}-stream-oracle",
@@ -98,6 +99,7 @@ def _variants(base: str, word: str) -> list[Row]:
         control("compete", "ours, newcomers compete", ours, admit="compete"),
         control("adaptive", "ours, adaptive width", ours, policy="adaptive"),
         control("wide", f"ours, score {WIDE}", ours, score=WIDE),
+        control("ours-linear", "ours, score linear", ours, score="linear"),
         control("few", f"ours, a width for {FEW} duplicates", ours, policy="adaptive", adaptive_target=float(FEW)),
     ]
     first = {**ours, "memory_size": 4096, "refresh": 256, "space": "projection"}
@@ -236,6 +238,27 @@ _ALL = [
         "d-moco",
         "moco",
         {**LITERAL["d-moco"], "in_batch_negatives": True},
+    ),
+    Row(
+        "d-moco-printed",
+        "D-MoCo as Algorithm 2 prints it: the batch's other keys too, newcomers encoded after the step",
+        "d-moco",
+        "moco",
+        {**LITERAL["d-moco"], "in_batch_negatives": True, "fresh_keys": True},
+    ),
+    Row(
+        "d-moco-literal-4096",
+        "D-MoCo, literal but 4,096 slots, as many as MoCo's queue",
+        "d-moco",
+        "moco",
+        {**LITERAL["d-moco"], "memory_size": 4096},
+    ),
+    Row(
+        "d-simclr-literal-augmented",
+        "D-SimCLR, literal but augmented views in memory",
+        "d-simclr",
+        "simclr",
+        {**LITERAL["d-simclr"], "memory_view": "augmented"},
     ),
 ]
 _LONGER = ("simclr", "simclr-debiased", "simclr-debiased-warm", "simclr-temperature", "moco", "moco-temperature")
