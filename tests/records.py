@@ -21,7 +21,7 @@ def record(
     probe: float,
     *,
     scale: Scale = SHORT,
-    evaluation: Mapping[str, float] | None = None,
+    evaluation: Mapping[str, Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
     **budget: float,
 ) -> store.Record:

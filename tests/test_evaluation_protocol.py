@@ -78,7 +78,13 @@ def test_every_measure_is_there_and_json_can_hold_it(result, tmp_path):
     assert read == result
     rates = ["knn", "probe", "few_shot", *(f"top{k}_test_to_{where}" for k in (1, 10) for where in ("test", "train"))]
     assert all(0.25 < read[name] <= 1 for name in rates)
-    assert set(read["without_reestimation"]) == {"top1_test_to_test", "top1_test_to_train", "knn", "probe"}
+    assert set(read["without_reestimation"]) == {
+        "top1_test_to_test",
+        "top1_test_to_train",
+        "knn",
+        "probe",
+        "probe_train",
+    }
     assert read["without_reestimation"]["knn"] < read["knn"]
     assert set(read["per_class"]["probe"]) == {"blob 0", "blob 1", "blob 2", "blob 3"}
     assert set(read["balanced_accuracy"]) == {"knn", "probe"}

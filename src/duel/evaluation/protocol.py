@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 _TOP = (1, 10)
-HEADLINES = ("top1_test_to_test", "top1_test_to_train", "knn", "probe")
+HEADLINES = ("top1_test_to_test", "top1_test_to_train", "knn", "probe", "probe_train")
 """What is also reported with the BatchNorm statistics that training left behind."""
 
 
@@ -153,7 +153,7 @@ def _measures(
         probe = probed(train_x, test_x)
     found: dict[str, Any] = {f"{name}_test_to_test": rate for name, rate in near_test.items()}
     found |= {f"{name}_test_to_train": rate for name, rate in near_train.items()}
-    found |= {"knn": knn["accuracy"], "probe": probe["accuracy"]}
+    found |= {"knn": knn["accuracy"], "probe": probe["accuracy"], "probe_train": probe["train_accuracy"]}
     if not full:
         return {name: found[name] for name in HEADLINES}
     with clock.part("probe"):
@@ -178,7 +178,6 @@ def _measures(
         "few_shot_std": few and few["std"],
         "balanced_accuracy": {"knn": knn["balanced_accuracy"], "probe": probe["balanced_accuracy"]},
         "per_class": {"knn": knn, "probe": probe},
-        "probe_train": probe["train_accuracy"],
         "probe_diverged": probe["diverged"],
         "intra_class_cosine": intra,
         "inter_class_cosine": inter,

@@ -61,10 +61,11 @@ def table(result: dict[str, Any], *, title: str = "Evaluation") -> Table:
 
 def has_fitted(result: Mapping[str, Any]) -> bool:
     """Whether the linear probe learned what can be read off the features: it may not do worse, by more than two points,
-    on the images it was trained on than k-NN does on test images."""
+    on the images it was trained on (in older results: on test images) than k-NN does on test images."""
     if result.get("probe_diverged"):
         return False
-    return "probe_train" not in result or float(result["probe_train"]) >= float(result["knn"]) - 0.02
+    found, vote = result.get("probe_train", result.get("probe")), result.get("knn")
+    return found is None or vote is None or float(found) >= float(vote) - 0.02
 
 
 def class_table(result: dict[str, Any], *, title: str = "Accuracy by class") -> Table:

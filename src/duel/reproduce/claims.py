@@ -9,12 +9,14 @@ from .paper import BIASES, RESOURCES, recovered
 from .plan import Data
 from .rows import ROWS, SCORES
 from .stats import Summary, paired_difference, summary
+from .store import AS_TRAINED
 from .verdicts import Claim, Outcome, Verdict, recovers, weigh
 
 LITERAL: Mapping[str, str] = {"D-MoCo": "d-moco-literal", "D-SimCLR": "d-simclr-literal"}
 PLAIN: Mapping[str, str] = {"MoCo v2": "moco", "SimCLR": "simclr"}
 PREVIOUS: Mapping[str, str] = {**PLAIN, "SimSiam": "simsiam"}
 TOP_K = {"Top-1": "top1_test_to_test", "Top-10": "top10_test_to_test"}
+PROBES = {"": "probe", ", BatchNorm as training left it": f"{AS_TRAINED}probe"}
 ABOUT_FIVE = 4.0
 FAILS = 10.0
 
@@ -30,7 +32,8 @@ def _gains(row: str, measure: str) -> Callable[[Evidence], Verdict]:
 def _bias_harms(evidence: Evidence) -> Verdict:
     return weigh(
         {
-            label: paired_difference(*(evidence.figures(row, data, "probe") for data in (BALANCED, WORST)))
+            f"{label}{words}": paired_difference(*(evidence.figures(row, data, measure) for data in (BALANCED, WORST)))
+            for words, measure in PROBES.items()
             for label, row in PLAIN.items()
         }
     )
@@ -137,7 +140,9 @@ def _costs(method: str) -> Callable[[Evidence], Verdict]:
     return judge
 
 
-_TABLES = {"Table 2, linear probe": "probe"} | {f"Table 1, {word}": measure for word, measure in TOP_K.items()}
+_TABLES = {f"Table 2, linear probe{words}": measure for words, measure in PROBES.items()} | {
+    f"Table 1, {word}": measure for word, measure in TOP_K.items()
+}
 PAPER: tuple[Claim, ...] = (
     Claim("Bias harms: ×27 lowers the linear probe of plain MoCo v2 and SimCLR", _bias_harms),
     *(

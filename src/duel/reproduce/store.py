@@ -27,6 +27,7 @@ from .rows import ROWS
 
 SCHEMA = 1
 RUNS, ERRORS = "runs", "errors"
+AS_TRAINED = "as trained: "
 #: What files without `share` have by another definition (results/README.md).
 LATER_DEFINED = ("gpu_seconds", "peak_gpu_memory_mb")
 STEPS = "bench-step-*.json"
@@ -73,15 +74,24 @@ class Record:
         row = ROWS.get(self.values["row"])
         return row is not None and row.as_many_as is not None
 
-    @property
-    def fitted(self) -> bool:
-        """Whether its linear probe says something of the features."""
-        return has_fitted(self.values["evaluation"])
+    def fitted(self, measure: str) -> bool:
+        """Whether its linear probe says something of the features; True for any other measure."""
+        found, name = self._evaluation(measure)
+        return name != "probe" or has_fitted(found)
 
     def measure(self, name: str) -> float | None:
-        """A figure of the evaluation (probe, top1_test_to_train, ...)."""
-        value = self.values["evaluation"].get(name)
+        """A figure of the evaluation: probe, top1_test_to_train, ...; AS_TRAINED before it: with the BatchNorm
+        statistics that training left."""
+        found, name = self._evaluation(name)
+        value = found.get(name)
         return None if value is None else float(value)
+
+    def _evaluation(self, measure: str) -> tuple[Mapping[str, Any], str]:
+        """Where a measure is found, and by what name."""
+        whole = self.values["evaluation"]
+        if measure.startswith(AS_TRAINED):
+            return whole.get("without_reestimation", {}), measure.removeprefix(AS_TRAINED)
+        return whole, measure
 
     def budget(self, name: str) -> float | None:
         """None also where an older file has it by another definition."""

@@ -240,7 +240,7 @@ def _measured(evidence: Evidence, row: str, data: Data, measure: str) -> str:
     found = evidence.summary(row, data, measure)
     if found is None:
         return NOT_MEASURED if evidence.runs(row, data) else NOT_RUN
-    return _mean(found) + UNFITTED * (measure == "probe" and not evidence.fitted(row, data))
+    return _mean(found) + UNFITTED * (not evidence.fitted(row, data, measure))
 
 
 def _mean(found: Summary) -> str:

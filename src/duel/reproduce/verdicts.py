@@ -22,8 +22,12 @@ Outcome = Literal[
 ]
 SEEDS = 5
 """That our own goals ask for."""
+NEAR = 0.5
+"""Points that a mean may be below another without being called below it, where that is not clear."""
 
 NO_CLEAR_GAP = "no clear gap"
+BOTH: Mapping[str, str] = {"probe": "probe", "Top-1": "top1_test_to_train"}
+"""The gaps that goals were set for."""
 
 Measured = TypeVar("Measured", Summary, Recovered)
 
@@ -67,26 +71,28 @@ def weigh(
     *,
     at_least: float = 0.0,
     spread: float | None = None,
+    every: bool = False,
 ) -> Verdict:
     """A claim about every one of these paired differences (condition -> points).
 
-    above: clearly positive, and `at_least` so large in the mean. not below: none clearly negative. beyond the spread:
-    clearly positive, and by more than their own standard deviation, or `spread` for one seed. apart: clearly not zero.
-    One seed cannot be clear: its sign counts, and the verdict names it.
+    above: clearly positive, and `at_least` so large in the mean. not below: none clearly negative, nor by more than
+    NEAR in the mean. beyond the spread: clearly positive, and by more than their own standard deviation, or `spread`
+    for one seed. apart: clearly not zero. One seed cannot be clear: its sign counts, and the verdict names it.
+    every: see `conclude`.
     """
 
     def passes(d: Summary) -> bool:
         if wanted == "not below":
-            return not beyond_zero(d, -1)
+            return not beyond_zero(d, -1) and d.mean >= -NEAR
         if wanted == "apart":
             return beyond_zero(d, 1) or beyond_zero(d, -1)
         if wanted == "beyond the spread" and d.mean <= (spread or 0.0 if d.std is None else d.std):
             return False
         return beyond_zero(d, 1) and d.mean >= at_least
 
-    found = conclude(differences, passes, points)
+    found = conclude(differences, passes, points, every=every)
     below = any(d is not None and beyond_zero(d, -1) for d in differences.values())
-    if found.outcome == "does not hold" and not below and not at_least:
+    if found.outcome == "does not hold" and not below and not at_least and not every:
         return dataclasses.replace(found, note=": within the spread of the seeds" + found.note)
     return found
 
@@ -98,8 +104,13 @@ def conclude(
     *,
     nothing: str = "no paired runs",
     enough: int = 1,
+    every: bool = False,
 ) -> Verdict:
-    """A claim that holds where every condition that has been measured passes. enough: seeds that it asks for."""
+    """A claim that holds where every condition that has been measured passes.
+
+    enough: seeds that it asks for. every: it is false as soon as one condition fails, as that of being above all others
+    is; else it holds except there, or only where the others are.
+    """
     measured = {when: value for when, value in found.items() if value is not None}
     if not measured:
         return Verdict("not yet measured", nothing)
@@ -108,7 +119,9 @@ def conclude(
     missing = [when for when in found if when not in measured]
     outcome: Outcome = "does not hold" if not good else "holds so far" if missing else "holds"
     note = ""
-    if good and bad:
+    if good and bad and every:
+        outcome, note = "does not hold", f" against {_listed(bad)}"
+    elif good and bad:
         outcome = "holds except when" if len(good) > len(bad) else "holds only when"
         note = f" {_listed(bad if len(good) > len(bad) else good)}"
     if missing:
@@ -141,9 +154,15 @@ def share(gap: Recovered) -> str:
     return f"{100 * gap.share:z.0f} %{interval} ({gap.n})"
 
 
-def recovers(rows: Mapping[str, str], least: float, *, low: float | None = None) -> Callable[[Evidence], Verdict]:
-    """Whether these rows (label -> row) make good so large a share of both gaps at the largest bias, where these are
-    clear; low: the least that the lower end of the interval may be."""
+def recovers(
+    rows: Mapping[str, str],
+    least: float,
+    *,
+    low: float | None = None,
+    measures: Mapping[str, str] = BOTH,
+) -> Callable[[Evidence], Verdict]:
+    """Whether these rows (label -> row) make good so large a share of these gaps (word -> measure) at the largest bias,
+    where these are clear; low: the least that the lower end of the interval may be."""
 
     def passes(gap: Recovered) -> bool:
         return (
@@ -151,7 +170,6 @@ def recovers(rows: Mapping[str, str], least: float, *, low: float | None = None)
         )
 
     def judge(evidence: Evidence) -> Verdict:
-        measures = {"probe": "probe", "Top-1": "top1_test_to_train"}
         gaps = {
             f"{label} {word}".strip(): evidence.gap(row, WORST, measure)
             for label, row in rows.items()
