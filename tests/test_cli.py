@@ -341,3 +341,15 @@ def test_what_comes_next_depends_on_labels(tmp_path: Path, capsys: pytest.Captur
     assert "next: duel export plain" in capsys.readouterr().out
     assert cli.main(["train", *TINY, "--out=digits"]) == 0
     assert "next: duel evaluate digits" in capsys.readouterr().out
+    for kind in "ab":  # labels, and nothing to measure on
+        (tmp_path / "all" / "train" / kind).mkdir(parents=True)
+        for i in range(10):
+            Image.new("RGB", (8, 8), (12 * i, 40, 90)).save(tmp_path / "all" / "train" / kind / f"{i}.png")
+    for every in (0, 1):
+        args = ["--data=all", "--image-size=8", f"--knn-every={every}", f"--out=all-{every}"]
+        assert cli.main(["train", *small, *args]) == 0
+        said = capsys.readouterr()
+        assert f"next: duel export all-{every}" in said.out
+        assert said.err.count("warning: all: no k-NN while training, as it has no test part\n") == every
+    assert cli.main(["evaluate", "all-0", "--device=cpu"]) == cli.USER_MISTAKE
+    assert "'all' has train/ but none of test/" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from duel import checkpoint, loop, recipes, runs
 from duel.checks import RowsRefused
 from duel.config import TrainConfig
 from duel.data import ArraySource, load
-from duel.errors import UserError
+from duel.errors import Notice, UserError
 from duel.evaluation.settings import EvaluationSettings
 from duel.inputs import Inputs
 from duel.locking import alone
@@ -358,6 +359,26 @@ def test_data_that_cannot_be_measured_on_are_trained_on(classes: int) -> None:
     assert result.labelled == (classes > 1)
     assert all(math.isfinite(value) for value in result.metrics.values() if not math.isnan(value))
     assert checkpoint.checkpoints(Path("run") / runs.CHECKPOINTS)
+
+
+@pytest.mark.parametrize("kind", ["folder", "streamed folder", "npz"])
+def test_without_a_test_part_there_is_no_knn(kind: str) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 3), dtype=np.uint8)
+    np.savez("all.npz", x_train=images, y_train=np.arange(40) % 2)
+    for i, image in enumerate(images):
+        path = Path("all", "train", "ab"[i % 2], f"{i}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    data = "all.npz" if kind == "npz" else "all"
+    how = {"residency": "stream", "workers": 0} if kind == "streamed folder" else {}
+    config = small("d-simclr", data=data, bias=1.0, steps=4, image_size=8, **how)
+    with pytest.warns(Notice, match=f"{data}: no k-NN while training, as it has no test part"):
+        result = go(dataclasses.replace(config, knn_every=2))
+    assert (result.finished, result.labelled, "knn" in result.metrics) == (True, False, False)
+    with warnings.catch_warnings(action="error", category=Notice):  # nothing was asked for
+        assert not go(dataclasses.replace(config, knn_every=0), overwrite=True).labelled
+    with pytest.raises(UserError, match=r"has train/ but none of test/|has training images but no test_images"):
+        evaluate("run", device="cpu")
 
 
 @pytest.mark.parametrize("method", ["d-simclr", "d-moco"])

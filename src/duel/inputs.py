@@ -77,9 +77,11 @@ class Inputs:
             if config.bias_mode == "subset":
                 ids, weights = subset_ids(train.labels, weights, seed=config.seed), None
         stats = statistics(train)
-        held = load_split(config, "test") if test and _tells_classes(train) else None
+        held = load_split(config, "test") if test and _can_be_measured(train) else None
         if held is not None and len(held) < 2:
             held = None  # nothing to measure
+        if test and _tells_classes(train) and not _can_be_measured(train):
+            warnings.warn(f"{config.data}: no k-NN while training, as it has no test part", Notice, stacklevel=2)
         if held is not None:
             _check_size(config.data, "test images", held, train.shape[-1])
         return cls(_to(train, device), held and _to(held, device), stats, ids, weights)
@@ -98,8 +100,8 @@ class Inputs:
 
     @property
     def labelled(self) -> bool:
-        """Whether there are classes to tell apart."""
-        return _tells_classes(self.train)
+        """Whether there are classes to tell apart, and other images to tell them apart in."""
+        return _can_be_measured(self.train)
 
     def steps(self, config: TrainConfig) -> int:
         """Length of training in steps; in an epoch the stream brings as many items as there are, also where they are
@@ -229,6 +231,10 @@ def _needs_labels(config: TrainConfig) -> UserError:
 
 def _tells_classes(source: Source) -> bool:
     return source.labels is not None and len(source.classes) > 1
+
+
+def _can_be_measured(train: Source) -> bool:
+    return _tells_classes(train) and getattr(train, "has_test", True)
 
 
 def load_split(config: TrainConfig, split: str) -> Source:

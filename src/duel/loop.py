@@ -48,7 +48,7 @@ class RunResult:
     stopped_by: str = ""
     """What stopped the run, if it is not finished: a signal, `signals.TIME_LIMIT` or `signals.END_OF_STREAM`."""
     labelled: bool = True
-    """Whether the data have labels, so that the run can be evaluated on them."""
+    """Whether the data have labels and a test part, so that the run can be evaluated on them."""
     device_seconds: float = 0.0
     """As `seconds`, by the clock that `train` was given."""
 

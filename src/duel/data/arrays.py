@@ -17,6 +17,7 @@ from duel.errors import UserError
 # What the arrays in a .npz may be called, first match wins; with a split's name before or after (train_images).
 IMAGE_KEYS = ("images", "x", "X", "data", "image", "arr_0")
 LABEL_KEYS = ("labels", "y", "Y", "targets", "label", "arr_1")
+TEST_PARTS = ("test", "val")
 
 
 def as_images(array: Any, name: str) -> Tensor:
@@ -91,6 +92,7 @@ def finish(source: ArraySource, image_size: int | None, residency: Residency) ->
 def load(path: Path, *, split: Split, image_size: int | None, residency: Residency) -> ArraySource:
     """A .npy of images, or a .npz with images and perhaps labels, perhaps one pair for each split."""
     name = str(path)
+    has_test = False
     try:
         if path.suffix == ".npy":
             # Mapped, copy on write: a file larger than memory can be streamed.
@@ -98,6 +100,7 @@ def load(path: Path, *, split: Split, image_size: int | None, residency: Residen
         else:
             with np.load(path, allow_pickle=False) as archive:
                 images, labels, has_split = _members(archive, split, name)
+                has_test = any(_find(archive, IMAGE_KEYS, part) for part in TEST_PARTS)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         if isinstance(error, UserError):
             raise
@@ -105,20 +108,28 @@ def load(path: Path, *, split: Split, image_size: int | None, residency: Residen
     source = from_arrays(images, labels, name=name)
     if not has_split:
         ids = own_split(name, source.labels, len(source), split)
+        has_test = len(ids) < len(source)
         source = source if len(ids) == len(source) else source.subset(ids)
-    return finish(source, image_size, residency)
+    source = finish(source, image_size, residency)
+    source.has_test = has_test
+    return source
+
+
+def _find(arrays: Mapping[str, Any], keys: tuple[str, ...], part: str) -> str | None:
+    """What the first of these arrays is called there, of this part or of no part."""
+    names = (n for key in keys for n in ((f"{part}_{key}", f"{key}_{part}") if part else (key,)))
+    return next((n for n in names if n in arrays), None)
 
 
 def _members(arrays: Mapping[str, Any], split: Split, name: str) -> tuple[Any, Any, bool]:
     """(images, labels or None, whether the file has a split of its own)."""
 
     def find(keys: tuple[str, ...], part: str) -> Any:
-        names = (n for key in keys for n in ((f"{part}_{key}", f"{key}_{part}") if part else (key,)))
-        return next((arrays[n] for n in names if n in arrays), None)
+        found = _find(arrays, keys, part)
+        return None if found is None else arrays[found]
 
-    if find(IMAGE_KEYS, "train") is not None:
-        parts = ("train",) if split == "train" else ("test", "val")
-        for part in parts:
+    if _find(arrays, IMAGE_KEYS, "train"):
+        for part in ("train",) if split == "train" else TEST_PARTS:
             if (images := find(IMAGE_KEYS, part)) is not None:
                 return images, find(LABEL_KEYS, part), True
         raise UserError(f"{name} has training images but no test_images (or x_test, val_images, …) array")

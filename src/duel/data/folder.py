@@ -55,6 +55,8 @@ class FolderSource:
 
     kept_apart = 0
     """Images of the folder that are in the other part of a split that it did not bring itself."""
+    has_test = True
+    """Of training images: whether there are others to measure on."""
 
     def __init__(
         self,
@@ -165,13 +167,18 @@ def _files(folder: Path) -> list[Path]:
     return [path for parts in sorted(found) for path in found[parts]]
 
 
+def _tests(folder: Path) -> list[Path]:
+    """Its test folders, the one to take first."""
+    return [path for name in TEST_FOLDERS if (path := folder / name).is_dir()]
+
+
 def _part(folder: Path, split: Split) -> tuple[Path, Path | None]:
     """(the folder to read, the training folder where the split is the folder's own).
 
     train/ is a split if a test folder stands beside it or if it is alone; among others it is a class (of vehicles).
     """
     subfolders = {p.name: p for p in folder.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))}
-    tests = [subfolders[name] for name in TEST_FOLDERS if name in subfolders]
+    tests = _tests(folder)
     if "train" not in subfolders or (not tests and len(subfolders) > 1):
         return folder, None
     train = subfolders["train"]
@@ -254,6 +261,7 @@ def load(folder: Path, *, split: Split, image_size: int | None, residency: Resid
     else:
         source = ArraySource(images, labels, name=str(folder), classes=classes, skipped=skipped, paths=_names(paths))
     source.kept_apart = kept_apart
+    source.has_test = kept_apart > 0 if train is None else bool(_tests(folder))
     return source
 
 

@@ -58,8 +58,8 @@ class ArraySource:
     and batches travel one by one.
     """
 
-    kept_apart = 0
-    """As a FolderSource has it."""
+    kept_apart, has_test = 0, True
+    """As a FolderSource has them."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class ArraySource:
         return self._with(self.images(ids.to(self.data.device)), labels, paths)
 
     def _with(self, images: Tensor, labels: Tensor | None, paths: NDArray[np.str_] | None) -> ArraySource:
-        return ArraySource(
+        made = ArraySource(
             images,
             labels,
             name=self.name,
@@ -128,6 +128,8 @@ class ArraySource:
             skipped=self.skipped,
             paths=paths,
         )
+        made.has_test = self.has_test
+        return made
 
 
 def split_ids(n: int, labels: Tensor, *, test_size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
