@@ -157,15 +157,45 @@ def test_embeddings_that_are_all_alike(score, count):
 def test_a_memory_of_copies():
     found = watched(Duel("linear"), labels=False)[2].read(torch.arange(3), updates=1) | {"memory_distinct": 0.2}
 
-    def said(policy, done=PATIENCE, **changes):
-        warnings = watched(policy, labels=False)[2].warnings(found | changes, done)
+    def said(policy, done=PATIENCE, last=False, **changes):
+        warnings = watched(policy, labels=False)[2].warnings(found | changes, done, last=last)
         return [message for message in warnings if "60 slots hold only 12 different items" in message]
 
-    assert len(said(Duel("linear"))) == 1
-    assert len(said("minred")) == 1
+    for policy, advice in (
+        (Duel("linear"), "(--memory-size), use a sharper --score, or look"),
+        (AdaptiveDuel(), "(--memory-size), lower --adaptive-target, or look"),
+        ("minred", "(--memory-size), or look"),
+    ):
+        (message,) = said(policy)
+        assert advice in message
     assert said("fifo") == []
     assert said(Duel("linear"), done=PATIENCE - 1) == []
     assert said(Duel("linear"), memory_distinct=0.25) == []
+    assert len(said(Duel("linear"), done=3, last=True)) == 1  # no later line would say so
+    assert said(Duel("linear"), done=3, last=True, memory_distinct=0.25) == []
+
+
+def test_the_end_of_a_run_is_judged_once_and_only_by_what_it_had_time_for():
+    _, _, eye = watched(Duel("gaussian:0.1"))
+    bad = {"memory_distinct": 0.2, "memory_largest": 0.75, "memory_duplicates": 59.0}
+    found = eye.read(torch.arange(3), updates=1) | bad
+    short, longer = int(eye.turns) - 1, int(eye.turns)
+    assert eye.warnings(found, short) == []
+    (said,) = eye.warnings(found, short, last=True)
+    assert "different items" in said
+    (said,) = eye.warnings(found, longer, last=True)
+    assert "as uneven (75% of one class) as the stream" in said
+    assert eye.warnings(found, longer, last=True) == []
+
+
+def test_a_short_run_says_that_its_memory_holds_copies(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    read = Instruments.read
+    monkeypatch.setattr(Instruments, "read", lambda *args: read(*args) | {"memory_distinct": 0.1})
+    config = dataclasses.replace(recipes.demo("d-simclr"), steps=5, log_every=1, batch_size=32, memory_size=64)
+    said = io.StringIO()
+    train(config, console=Console(file=said, width=400))
+    assert said.getvalue().count("warning: the memory's 64 slots hold only 6 different items") == 1
 
 
 def test_a_stream_that_has_not_brought_more_items_is_no_reason_to_warn_of_copies():
@@ -196,7 +226,7 @@ def replayed(path):
         found = {name: values[line] for name, values in metrics.items() if name.startswith("memory_")}
         found.setdefault("memory_age_p10", found["memory_age"] if found["memory_turnover"] <= 0.1 else 0.0)
         found.setdefault("memory_distinct", 1.0)  # which older runs have not
-        said += eye.warnings(found, step)
+        said += eye.warnings(found, step, last=line == len(metrics["step"]) - 1)
     return said
 
 

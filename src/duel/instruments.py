@@ -116,17 +116,22 @@ class Instruments:
         values = torch.stack([found[name].to(age.device, torch.float64) for name in self.columns]).tolist()
         return dict(zip(self.columns, values, strict=True))
 
-    def warnings(self, found: dict[str, float], done: int) -> list[str]:
-        """What the user should know and can act on, by what was `found` after `done` steps; each kind is said once."""
+    def warnings(self, found: dict[str, float], done: int, *, last: bool = False) -> list[str]:
+        """What the user should know and can act on, by what was `found` after `done` steps; each kind is said once.
+
+        last: no more steps will follow, so that what a longer run might still mend is judged now. Whether embeddings
+        are alike is not: after a few steps they may be, and more steps would be the remedy.
+        """
         distinct = self._distinct(found)
         judged = done >= self.patience
+        exchanged = judged or (last and done >= self.turns)  # enough for a policy to have done its work
         said = {
             "distinct": distinct,
             "unchanged": "" if distinct else self._unchanged(found),
             "stale": self._stale(found),
-            "concentrated": self._concentrated(found, judged),
+            "concentrated": self._concentrated(found, exchanged),
             "alike": self._alike(found) if judged else "",
-            "copies": self._copies(found, done) if judged else "",
+            "copies": self._copies(found, done) if judged or last else "",
         }
         new = {kind: message for kind, message in said.items() if message and kind not in self._warned}
         self._warned.update(new)
@@ -141,12 +146,18 @@ class Instruments:
             f"first slot: {'raise --adaptive-target' if isinstance(policy, AdaptiveDuel) else 'use a broader --score'}"
         )
 
+    def _sharper(self) -> str:
+        """What to do for a sharper score; nothing where the policy has none."""
+        policy = self.memory.policy
+        if not isinstance(policy, Duel):
+            return ""
+        return "lower --adaptive-target" if isinstance(policy, AdaptiveDuel) else "use a sharper --score"
+
     def _unchanged(self, found: dict[str, float]) -> str:
         if found["memory_age_p10"] < self.patience:
             return ""
-        policy = self.memory.policy
-        sharper = "lower --adaptive-target" if isinstance(policy, AdaptiveDuel) else "use a sharper --score"
-        advice = f"raise --refresh, {sharper} or set --max-age" if isinstance(policy, Duel) else "set --max-age"
+        sharper = self._sharper()
+        advice = f"raise --refresh, {sharper} or set --max-age" if sharper else "set --max-age"
         return (
             f"nine tenths of the memory have not changed for {found['memory_age_p10']:.0f} steps: newcomers are turned "
             f"away or replace each other. If the stream does bring anything new, {advice}"
@@ -192,10 +203,11 @@ class Instruments:
         brought = (size + done * self.per_update) / self.dwell  # different items that the stream can have brought
         if not isinstance(self.memory.policy, Duel | MinRed) or distinct * size >= COPIES * min(size, brought):
             return ""
+        sharper = self._sharper()
         return (
             f"the memory's {size} slots hold only {distinct * size:.0f} different items, some of them often: those "
-            "that look unlike all others come again and again. Give it fewer slots (--memory-size), or look whether "
-            "the encoder learns at all"
+            "that look unlike all others come again and again. Give it fewer slots (--memory-size), "
+            f"{sharper + ', ' if sharper else ''}or look whether the encoder learns at all"
         )
 
     def _alike(self, found: dict[str, float]) -> str:

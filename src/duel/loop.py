@@ -222,7 +222,7 @@ class Loop:
             ) % self.config.log_every + 1  # the last line, also where a resumed run did not write it
             held = self.instruments.read(step.anchor_ids, since)
             self.metrics |= held
-            for message in self.instruments.warnings(held, step.done):
+            for message in self.instruments.warnings(held, step.done, last=last):
                 log.say(f"warning: {message}")
         every = self.config.knn_every
         if self.inputs.test is not None and every and (step.done % every < self.config.log_every or last):
