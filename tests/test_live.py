@@ -236,6 +236,29 @@ def test_a_camera_that_fails_costs_no_steps(what: str, monkeypatch: pytest.Monke
     assert go(small(), endless(), resume=True).steps == 8
 
 
+@pytest.mark.parametrize(
+    ("count", "steps"),
+    [(0, None), (15, None), (20, 0), (32 + 3 * 16 + 5, 3), (32 + 8 * 16, 8)],
+    ids=["at once", "before a batch", "before the memory is full", "in training", "after training"],
+)
+def test_a_stream_that_fails_while_it_is_looked_at_is_trained_on_as_far_as_it_came(
+    count: int, steps: int | None
+) -> None:
+    def camera() -> Iterator[Any]:
+        yield from itertools.islice(endless(), count)
+        raise OSError("unplugged")
+
+    if steps == 8:  # it has all that is needed
+        assert go(small(), camera()).finished
+        return
+    with pytest.raises(OSError, match="unplugged"):
+        go(small(), camera())
+    assert Path("run").exists() == (steps is not None)
+    if steps:
+        assert state_of("run")["training"]["step"] == steps
+        assert go(small(), endless(), resume=True).steps == 8
+
+
 @pytest.mark.parametrize("count", [20, 60])
 def test_a_signal_ends_the_waiting_for_images(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the memory (32) is filled, and in training. The camera waits for ever."""

@@ -170,9 +170,10 @@ class LiveInputs(Inputs):
         live = LiveStream(frames, batch_size=config.stream_items, device=device, size=config.image_size)
         trained = resumed and checkpoints(resumed / CHECKPOINTS)  # without any it begins with what comes now
         began = json.loads((resumed / STREAM).read_text()) if resumed and trained else None
-        train = ArraySource(live.look(1 if began else LOOKED_AT), name="stream")
+        count, enough = (1, 1) if began else (LOOKED_AT, min(LOOKED_AT, config.stream_items))
+        train = ArraySource(live.look(count, at_least=enough), name="stream")
         _check_size(config.data, "images", train)
-        if len(train) < min(LOOKED_AT, config.stream_items) and began is None:
+        if len(train) < enough:
             raise UserError(f"the stream ended after {len(train)} images, before a batch of {config.stream_items}")
         if began is None:
             return cls(train, None, statistics(train), None, None, live)

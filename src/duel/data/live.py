@@ -45,17 +45,23 @@ class LiveStream:
         self._ahead: list[Tensor] = []  # uint8 (n, 3, h, w): read but not shown yet
         self._read = self._shown = 0
         self.waiting = self.failed = False
+        self._error: Exception | None = None  # what it failed with, after all that is read
 
-    def look(self, count: int) -> Tensor:
-        """The next `count` images, uint8 (n, 3, h, w), which stay the next ones; fewer where there are no more."""
+    def look(self, count: int, *, at_least: int | None = None) -> Tensor:
+        """The next `count` images, uint8 (n, 3, h, w), which stay the next ones; fewer where there are no more.
+
+        at_least: so many will do where the stream fails; the error is then raised when more than these are needed.
+        """
         try:
             while self._read - self._shown < count and (images := self._next()) is not _NO_MORE:
                 for array in _arrays(images):
                     self._ahead.append(self._brought_to_size(array, type(images).__name__))
                     self._read += len(self._ahead[-1])
-        except Exception:
-            self.failed = True
-            raise
+        except Exception as error:
+            if at_least is None or self._read - self._shown < at_least:
+                self.failed = True
+                raise
+            self._error = error
         if not self._ahead:
             why = "" if self._shown else ": does what is before the pipe, or the iterable, give any?"
             raise StreamEnded(f"the stream ended after {self._shown:,} images{why}")
@@ -64,6 +70,9 @@ class LiveStream:
         return self._ahead[0][:count]
 
     def _next(self) -> Any:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
         self.waiting = True
         try:
             return next(self._images, _NO_MORE)
