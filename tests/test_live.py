@@ -328,8 +328,11 @@ def test_what_was_trained_on_a_stream_is_measured_on_labelled_data() -> None:
     ],
 )
 def test_what_a_stream_cannot_do_is_said_at_once(changes: dict[str, Any], frames: Any, message: str) -> None:
+    said = io.StringIO()
     with pytest.raises(UserError, match=message):
-        go(small(**changes), frames())
+        train(small(**changes), frames=frames(), console=Console(file=said))
+    if changes.keys() & {"steps", "bias", "dwell"}:
+        assert said.getvalue() == ""
 
 
 def test_a_run_goes_on_with_images_of_its_size() -> None:
@@ -371,6 +374,17 @@ def test_a_process_without_standard_input_is_told(
     monkeypatch.setattr("sys.stdin", None)
     assert cli.main([*COMMAND.split(), "--image-size", "8"]) == cli.USER_MISTAKE
     assert "nothing is piped into it: ffmpeg -i VIDEO -vf scale=8:8" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_said_before_the_pipe_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("duel.data.live.standard_input", lambda size: pytest.fail("looked at the pipe"))
+    piped(monkeypatch, b"")
+    args = [word for word in COMMAND.replace("demo", "standard").split() if word not in ("--steps", "2")]
+    assert cli.main([*args, "--image-size", "8"]) == cli.USER_MISTAKE
+    said = capsys.readouterr().err
+    assert said == "duel: error: --steps must be given for a stream, which has no epochs\n"
 
 
 @pytest.mark.parametrize(("options", "tty"), [("", False), ("--image-size 8", True)])

@@ -18,7 +18,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
 from . import __version__, recipes
 from .benchmarks.commands import Benchmark
 from .config import TrainConfig
-from .config_checks import OF_ANY_MEMORY, check_idle, check_unread
+from .config_checks import OF_ANY_MEMORY, check_idle, check_live, check_unread
 from .errors import UserError
 from .evaluation.settings import EvaluationSettings
 from .first_pass import first_pass
@@ -361,6 +361,8 @@ def _parse(args: list[str]) -> Command:
         config = TrainConfig(**vars(command.config))
         check_idle(config, named)
         check_unread(config, named)
+        if config.data == LIVE:  # before torch is loaded and the pipe is looked at
+            check_live(config)
     return command
 
 

@@ -86,6 +86,21 @@ def check_idle(config: TrainConfig, given: Sequence[str]) -> None:
         )
 
 
+def check_live(config: TrainConfig) -> None:
+    """Refuses what cannot be done with images that come once. Not for `check`: a recipe for them has no steps yet."""
+    if config.bias_kind == "weights" or config.bias != 1:
+        raise UserError(no_labels(config))
+    if config.dwell != 1:
+        raise UserError(f"dwell {config.dwell} shows an image of a set as several frames; leave it at 1 for a stream")
+    if not config.steps:
+        raise UserError("steps must be given for a stream, which has no epochs")
+
+
+def no_labels(config: TrainConfig) -> str:
+    """That a bias was asked for where there are none."""
+    return f"bias {config.bias:g} needs labels, but {config.data!r} has none; leave bias at 1"
+
+
 def unread(policy: str) -> set[str]:
     """Settings that `policy` does not look at."""
     names = set() if policy == "duel" else {"score", "at_once"}

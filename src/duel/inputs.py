@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .checkpoint import checkpoints
 from .config import TrainConfig
+from .config_checks import no_labels
 from .data.bias import class_weights, subset_ids
 from .data.live import LiveStream
 from .data.sources import ArraySource, Source, Stats, load, statistics
@@ -66,7 +67,7 @@ class Inputs:
         ids = weights = None
         if biased:
             if train.labels is None:
-                raise _needs_labels(config)
+                raise UserError(no_labels(config))
             weights = class_weights(
                 len(train.classes),
                 kind=config.bias_kind,
@@ -159,14 +160,6 @@ class LiveInputs(Inputs):
     @classmethod
     def open(cls, config: TrainConfig, frames: Iterable[Any], device: torch.device, resumed: Path | None) -> LiveInputs:
         """resumed: a run that goes on, and has said what it began with."""
-        if config.bias_kind == "weights" or config.bias != 1:
-            raise _needs_labels(config)
-        if config.dwell != 1:
-            raise UserError(
-                f"dwell {config.dwell} shows an image of a set as several frames; leave it at 1 for a stream"
-            )
-        if not config.steps:
-            raise UserError("steps must be given for a stream, which has no epochs")
         live = LiveStream(frames, batch_size=config.stream_items, device=device, size=config.image_size)
         trained = resumed and checkpoints(resumed / CHECKPOINTS)  # without any it begins with what comes now
         began = json.loads((resumed / STREAM).read_text()) if resumed and trained else None
@@ -224,10 +217,6 @@ def _check_size(data: str, what: str, source: Source, side: int | None = None) -
         raise UserError(
             f"{data!r} has {what} of {height} × {width} pixels, not {wanted}; give an image_size to resize all to"
         )
-
-
-def _needs_labels(config: TrainConfig) -> UserError:
-    return UserError(f"bias {config.bias:g} needs labels, but {config.data!r} has none; leave bias at 1")
 
 
 def _tells_classes(source: Source) -> bool:

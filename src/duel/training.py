@@ -14,6 +14,7 @@ from rich.console import Console
 from . import runs
 from .checkpoint import CheckpointError
 from .config import TrainConfig
+from .config_checks import check_live
 from .errors import UserError
 from .inputs import Inputs, LiveInputs
 from .loop import FORMAT, Loop, NonFiniteLoss, RunResult
@@ -49,6 +50,8 @@ def train(
     console = console or Console(stderr=True)
     if (frames is None) == (config.data == LIVE):
         raise UserError(f"frames go with data {LIVE!r}, and only with that; got data {config.data!r} {_given(frames)}")
+    if frames is not None:
+        check_live(config)
     out = runs.check_out(config, resume=resume, overwrite=overwrite)
     with ExitStack() as stack:
         if resume:
