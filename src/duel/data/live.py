@@ -107,8 +107,9 @@ class LiveStream:
         return out[0].copy_(images), out[1].copy_(ids)
 
     def state_dict(self) -> dict[str, Any]:
-        """How many images were shown. They are not kept: what is resumed goes on with those that come then."""
-        return {"shown": self._shown}
+        """How many images came, also those that are read but not shown: they are gone, and what is resumed goes on
+        with those that come then."""
+        return {"shown": self._read}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting from there."""
