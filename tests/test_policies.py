@@ -447,6 +447,25 @@ def test_a_memory_that_is_hardly_larger_than_the_target_still_tells_items_apart(
     assert WorkingMemory(1, 32, AdaptiveDuel(target=4.0)).update(isotropic(3, 32, 0).float()).tolist() == [0, 0, 0]
 
 
+def test_an_adaptive_policy_is_told_by_its_target_and_kind():
+    def memory(*args, **settings):
+        made = WorkingMemory(32, 32, AdaptiveDuel(*args, **settings))
+        made.update(isotropic(32, 32, 0).float())
+        return made
+
+    assert repr(AdaptiveDuel(target=8)) == "AdaptiveDuel(kind='exponential', target=8, admit='always')"
+    assert "kind='gaussian', target=0.1, admit='always', max_age=3" in repr(AdaptiveDuel("gaussian", max_age=3))
+    state = memory(target=8).state_dict()
+    memory(target=8.0).load_state_dict(state)
+    with pytest.raises(UserError, match="saved with target 8, this policy has 4"):
+        memory(target=4).load_state_dict(state)
+    with pytest.raises(UserError, match="saved with score 'adaptive exponential', this policy has 'adaptive gaussian'"):
+        memory("gaussian", target=8).load_state_dict(state)
+    (key,) = (name for name in state if name.endswith("_extra_state") and "target" in state[name])
+    del state[key]["target"]  # as older ones are
+    memory(target=4).load_state_dict(state)
+
+
 def test_the_adaptive_width_follows_the_spread():
     taus = []
     for spread in SPREADS:

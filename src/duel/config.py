@@ -128,11 +128,12 @@ class TrainConfig:
     negatives, as d-simclr has. distinct knows exact copies by their number in the data: a sample of different images.
     oracle is a control for measuring only: it sees the labels and keeps the classes in memory balanced."""
     score: str = "gaussian:0.1"
-    """Collision score of the duel policy: linear, quadratic, gaussian:TAU, exponential:TAU, or a mix A+B,
-    weighted 0.1*A+0.9*B."""
+    """Collision score of the duel policy: linear, quadratic, gaussian:TAU (TAU 1 unless given), exponential:TAU (0.05),
+    or a mix A+B, weighted 0.1*A+0.9*B."""
     adaptive_target: float | None = None
-    """Policy adaptive: how many expected duplicates the mean item is to have: so many, or, below 1, that share of the
-    memory. None: the policy's own, which suits clusters; what a contrastive loss spreads wants less, such as 8."""
+    """Policy adaptive: about how many expected duplicates the mean item is to have (the score's width moves in steps of
+    a factor √2): so many, or, below 1, that share of the memory. None: the policy's own, 0.1, which suits clusters;
+    what a contrastive loss spreads wants less, such as 8."""
     admit: Literal["always", "compete"] = "always"
     """always: every newcomer takes a slot. compete: a newcomer may be the duplicate and be turned away."""
     at_once: bool = False

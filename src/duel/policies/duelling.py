@@ -61,7 +61,10 @@ class Duel(Counting):
 
     def extra_repr(self) -> str:
         age = "" if self.max_age is None else f", max_age={self.max_age}"
-        return f"score={self.score.name!r}, admit={self.admit!r}{', at_once=True' * self.at_once}{age}"
+        return f"{self._width_repr()}, admit={self.admit!r}{', at_once=True' * self.at_once}{age}"
+
+    def _width_repr(self) -> str:
+        return f"score={self.score.name!r}"
 
     def attach(self, memory: WorkingMemory) -> None:
         super().attach(memory)
@@ -168,9 +171,9 @@ class AdaptiveDuel(Duel):
 
     One width does not fit a whole training: too wide and all items look alike, too sharp and none does. When the memory
     becomes full, and at every `every`-th call of `memory.learn()`, one a training step, the width moves to the rung of
-    a fixed ladder (factors of √2) at which the mean item has `target` expected duplicates: so many items, or, below 1,
-    that share of the memory. It is found on the device, and N is then recomputed in chunks; nothing is read on the
-    host. docs/decisions.md has the measurement behind the defaults.
+    a fixed ladder (factors of √2) at which the mean item has about `target` expected duplicates: so many items, or,
+    below 1, that share of the memory. It is found on the device, and N is then recomputed in chunks; nothing is read on
+    the host. docs/decisions.md has the measurement behind the defaults.
     """
 
     rung: Tensor
@@ -213,13 +216,18 @@ class AdaptiveDuel(Duel):
         """The current width (reads the device)."""
         return float(self.WIDTHS[int(self.rung)])
 
+    def _width_repr(self) -> str:
+        return f"kind={self.kind!r}, target={self.target:g}"
+
     def get_extra_state(self) -> dict[str, Any]:
-        return {**super().get_extra_state(), "waited": self._waited}
+        return {**super().get_extra_state(), "waited": self._waited, "target": self.target}
 
     def check_state(self, state: Any) -> None:
         super().check_state(state)
         if "waited" not in state:
             raise UserError("state_dict holds no state of an AdaptiveDuel policy")
+        if (target := state.get("target", self.target)) != self.target:  # which older ones do not have
+            raise UserError(f"state_dict was saved with target {target:g}, this policy has {self.target:g}")
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         super().set_extra_state(state)
