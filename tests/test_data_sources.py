@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,9 @@ from PIL import Image
 
 from duel.data import STATS, ArraySource, FolderSource, Source, from_arrays, load, statistics
 from duel.data.arrays import resize
+from duel.data.files import EXTENSIONS
 from duel.data.folder import decode
-from duel.errors import UserError
+from duel.errors import Notice, UserError
 
 
 def picture(path: Path, value: int = 100, size: tuple[int, int] = (12, 12), mode: str = "RGB") -> Path:
@@ -347,6 +350,40 @@ def test_unreadable_files_are_skipped_counted_and_listed(folder: Path) -> None:
     assert {Path(line.split(":")[0]).name for line in source.skipped} == set(bad)
     assert all(name in str(record[0].message) for name in bad)
     assert torch.equal(source.data[:, 0, 0, 0].long() % 3, source.labels)  # labels stay with their images
+
+
+def test_files_that_are_not_read_are_counted_by_their_ending(folder: Path) -> None:
+    for name in ("a/1.heic", "b/2.HEIC", "c/3.mov", "c/4", "list.csv", "a/notes.txt", ".DS_Store", ".hidden/x.heic"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    with pytest.warns(Notice) as record:
+        assert len(load(str(folder))) == 24
+    assert [str(found.message) for found in record] == [
+        f"{folder}: files left out for their ending: 2 .heic, 1 .mov, 1 without one (4 in all)"
+    ]
+    with warnings.catch_warnings(action="error"):  # said once
+        load(str(folder), split="test")
+    for i in range(9):
+        (folder / f"x.{i}").touch()
+    with pytest.warns(Notice, match=r": 2 \.heic, .*, … \(13 in all\)$"):
+        load(str(folder))
+    (folder.parent / "phone").mkdir()
+    (folder.parent / "phone" / "1.heic").touch()
+    with pytest.raises(UserError, match=r"no images in '.*phone' \(endings there: 1 \.heic\); .*\.jpg"):
+        load(str(folder.parent / "phone"))
+
+
+def test_the_page_lists_the_endings_that_are_read() -> None:
+    page = " ".join((Path(__file__).parent.parent / "docs" / "training.md").read_text().split())
+    listed = page.partition("are read from files that end in ")[2].partition(" (in capitals")[0]
+    assert {f".{ending}" for ending in re.split(r", | or ", listed)} == EXTENSIONS
+
+
+def test_only_what_may_be_an_image_is_told(folder: Path) -> None:
+    for name in ("list.csv", "a/notes.txt", ".DS_Store"):
+        (folder / name).touch()
+    with warnings.catch_warnings(action="error"):
+        load(str(folder))
 
 
 def test_nothing_readable(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Any folder of images: found, decoded, and kept or streamed."""
+"""Any folder of images: decoded, and kept or streamed. Which files it has, `duel.data.files` says."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from duel.data.files import part_of, scan, test_folders
 from duel.data.sources import RESIDENT_BYTES, ArraySource, Residency, Source, Split, own_split
 from duel.errors import Notice, UserError
 
-EXTENSIONS = frozenset(
-    f".{e}"
-    for e in ("jpg", "jpeg", "jfif", "png", "bmp", "gif", "webp", "avif", "tif", "tiff", "ppm", "pgm", "pbm", "pnm")
-)
-TEST_FOLDERS = ("test", "val", "valid", "validation")
 # A folder's own image size is the median of this many files, and not more than the size ImageNet is trained at.
 PROBED, LARGEST_SIZE = 100, 224
 THREADS = min(8, os.cpu_count() or 1)
@@ -146,80 +142,6 @@ def _warn(name: str, lines: Iterable[str], shown: int = 5) -> None:
     warnings.warn(told, Notice, stacklevel=3)
 
 
-def _files(folder: Path) -> list[Path]:
-    """Image files below `folder`, sorted; hidden files and folders are left out.
-
-    Links to folders are followed, but each folder is read once: by its own path where that lies below `folder`.
-    """
-    found: dict[tuple[str, ...], list[Path]] = {}
-    seen: set[str] = set()
-    starts = [folder]
-    for start in starts:  # which grows: links come after all that is reached without them
-        for at, folders, files in os.walk(start):
-            if (place := os.path.realpath(at)) in seen:
-                folders.clear()
-                continue
-            seen.add(place)
-            folders[:] = sorted(f for f in folders if not f.startswith((".", "__")))
-            starts += [link for f in folders if (link := Path(at, f)).is_symlink()]
-            images = (f for f in sorted(files) if Path(f).suffix.lower() in EXTENSIONS and f[0] != ".")
-            found[Path(at).parts] = [Path(at, f) for f in images]
-    return [path for parts in sorted(found) for path in found[parts]]
-
-
-def _tests(folder: Path) -> list[Path]:
-    """Its test folders, the one to take first."""
-    return [path for name in TEST_FOLDERS if (path := folder / name).is_dir()]
-
-
-def _part(folder: Path, split: Split) -> tuple[Path, Path | None]:
-    """(the folder to read, the training folder where the split is the folder's own).
-
-    train/ is a split if a test folder stands beside it or if it is alone; among others it is a class (of vehicles).
-    """
-    subfolders = {p.name: p for p in folder.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))}
-    tests = _tests(folder)
-    if "train" not in subfolders or (not tests and len(subfolders) > 1):
-        return folder, None
-    train = subfolders["train"]
-    if split == "train":
-        return train, train
-    if not tests:
-        raise UserError(f"{str(folder)!r} has train/ but none of {', '.join(f'{n}/' for n in TEST_FOLDERS)} to test on")
-    return tests[0], train
-
-
-def _class_folders(folder: Path) -> list[Path]:
-    """Subfolders, if every image lies in one."""
-    entries = sorted(p for p in folder.iterdir() if not p.name.startswith((".", "__")))
-    if any(p.is_file() and p.suffix.lower() in EXTENSIONS for p in entries):
-        return []
-    return [p for p in entries if p.is_dir()]
-
-
-def _scan(folder: Path, classes: tuple[str, ...] | None) -> tuple[list[Path], Tensor | None, tuple[str, ...]]:
-    """(files, labels, class names); classes: number the classes as these (a test folder as its training folder)."""
-    paths = _files(folder)
-    if not paths:
-        raise UserError(f"no images in {str(folder)!r}; files that end in {', '.join(sorted(EXTENSIONS))} are read")
-    groups: dict[str, list[Path]] = {p.name: [] for p in _class_folders(folder)}
-    for path in paths:
-        if (name := path.parts[len(folder.parts)]) in groups:
-            groups[name].append(path)
-    if not any(groups.values()) or (len(groups) == 1 and classes is None):  # one class tells nothing apart
-        return paths, None, ()
-    if empty := [name for name, files in groups.items() if not files]:
-        raise UserError(
-            f"class {empty[0]!r} has no images of its own: every subfolder of {str(folder)!r} is a class. Add images "
-            f"to {', '.join(repr(e) for e in empty)}, or move what is not a class elsewhere"
-        )
-    classes = tuple(groups) if classes is None else classes
-    if unknown := sorted(set(groups) - set(classes)):
-        raise UserError(f"{str(folder)!r} has classes that the training folder lacks: {', '.join(unknown)}")
-    labels = [classes.index(name) for name, files in groups.items() for _ in files]
-    return [f for files in groups.values() for f in files], torch.tensor(labels), classes
-
-
 def _own_size(paths: list[Path]) -> int:
     """The median short side of up to PROBED files spread over the folder, at most LARGEST_SIZE."""
     from PIL import Image
@@ -236,10 +158,10 @@ def _own_size(paths: list[Path]) -> int:
 
 def load(folder: Path, *, split: Split, image_size: int | None, residency: Residency) -> Source:
     """See duel.data.load. Kept in memory: decoded once, here. Streamed: decoded when needed."""
-    part, train = _part(folder, split)
-    training = _scan(train, None) if train is not None and part != train else None
+    part, train = part_of(folder, split)
+    training = scan(train, None, tell=False) if train is not None and part != train else None
     known = training[2] or None if training else None
-    paths, labels, classes = _scan(part, known)
+    paths, labels, classes = scan(part, known, tell=split == "train" or train is not None)
     size = image_size or _own_size(training[0] if training else paths)
     resident = len(paths) * 3 * size**2 <= RESIDENT_BYTES if residency == "auto" else residency == "device"
     images: Tensor | None = None
@@ -261,7 +183,7 @@ def load(folder: Path, *, split: Split, image_size: int | None, residency: Resid
     else:
         source = ArraySource(images, labels, name=str(folder), classes=classes, skipped=skipped, paths=_names(paths))
     source.kept_apart = kept_apart
-    source.has_test = kept_apart > 0 if train is None else bool(_tests(folder))
+    source.has_test = kept_apart > 0 if train is None else bool(test_folders(folder))
     return source
 
 

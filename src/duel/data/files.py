@@ -1,0 +1,115 @@
+"""Which files of a folder are images, and of which part and class."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from duel.data.sources import Split
+from duel.errors import Notice, UserError
+
+EXTENSIONS = frozenset(
+    f".{e}"
+    for e in ("jpg", "jpeg", "jfif", "png", "bmp", "gif", "webp", "avif", "tif", "tiff", "ppm", "pgm", "pbm", "pnm")
+)
+TEST_FOLDERS = ("test", "val", "valid", "validation")
+# What is put beside images and never meant to be one.
+BESIDE = frozenset(
+    f".{e}" for e in ("csv", "tsv", "txt", "json", "jsonl", "xml", "yaml", "yml", "md", "ini", "db", "log")
+)
+SHOWN = 5
+
+
+def _files(folder: Path) -> tuple[list[Path], Counter[str]]:
+    """(image files below `folder`, sorted; how many others, by their ending). Hidden files and folders are left out.
+
+    Links to folders are followed, but each folder is read once: by its own path where that lies below `folder`.
+    """
+    found: dict[tuple[str, ...], list[Path]] = {}
+    others: Counter[str] = Counter()
+    seen: set[str] = set()
+    starts = [folder]
+    for start in starts:  # which grows: links come after all that is reached without them
+        for at, folders, files in os.walk(start):
+            if (place := os.path.realpath(at)) in seen:
+                folders.clear()
+                continue
+            seen.add(place)
+            folders[:] = sorted(f for f in folders if not f.startswith((".", "__")))
+            starts += [link for f in folders if (link := Path(at, f)).is_symlink()]
+            paths = [Path(at, f) for f in sorted(files) if f[0] != "."]
+            found[Path(at).parts] = [path for path in paths if path.suffix.lower() in EXTENSIONS]
+            others.update(ending for path in paths if (ending := path.suffix.lower()) not in EXTENSIONS | BESIDE)
+    return [path for parts in sorted(found) for path in found[parts]], others
+
+
+def _listed(others: Counter[str]) -> str:
+    """'2 .heic, 1 without one (3 in all)', the most frequent only."""
+    named = [f"{count:,} {ending or 'without one'}" for ending, count in others.most_common(SHOWN)]
+    more = ", …" if len(others) > SHOWN else ""
+    return f"{', '.join(named)}{more}" + (f" ({others.total():,} in all)" if len(others) > 1 else "")
+
+
+def test_folders(folder: Path) -> list[Path]:
+    """Its test folders, the one to take first."""
+    return [path for name in TEST_FOLDERS if (path := folder / name).is_dir()]
+
+
+def part_of(folder: Path, split: Split) -> tuple[Path, Path | None]:
+    """(the folder to read, the training folder where the split is the folder's own).
+
+    train/ is a split if a test folder stands beside it or if it is alone; among others it is a class (of vehicles).
+    """
+    subfolders = {p.name: p for p in folder.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))}
+    tests = test_folders(folder)
+    if "train" not in subfolders or (not tests and len(subfolders) > 1):
+        return folder, None
+    train = subfolders["train"]
+    if split == "train":
+        return train, train
+    if not tests:
+        raise UserError(f"{str(folder)!r} has train/ but none of {', '.join(f'{n}/' for n in TEST_FOLDERS)} to test on")
+    return tests[0], train
+
+
+def _class_folders(folder: Path) -> list[Path]:
+    """Subfolders, if every image lies in one."""
+    entries = sorted(p for p in folder.iterdir() if not p.name.startswith((".", "__")))
+    if any(p.is_file() and p.suffix.lower() in EXTENSIONS for p in entries):
+        return []
+    return [p for p in entries if p.is_dir()]
+
+
+def scan(
+    folder: Path, classes: tuple[str, ...] | None, *, tell: bool
+) -> tuple[list[Path], Tensor | None, tuple[str, ...]]:
+    """(files, labels, class names); classes: number the classes as these (a test folder as its training folder). tell:
+    say which files are not read."""
+    paths, others = _files(folder)
+    if not paths:
+        there = f" (endings there: {_listed(others)})" if others else ""
+        read = ", ".join(sorted(EXTENSIONS))
+        raise UserError(f"no images in {str(folder)!r}{there}; files that end in {read} are read")
+    if tell and others:
+        warnings.warn(f"{folder}: files left out for their ending: {_listed(others)}", Notice, stacklevel=2)
+    groups: dict[str, list[Path]] = {p.name: [] for p in _class_folders(folder)}
+    for path in paths:
+        if (name := path.parts[len(folder.parts)]) in groups:
+            groups[name].append(path)
+    if not any(groups.values()) or (len(groups) == 1 and classes is None):  # one class tells nothing apart
+        return paths, None, ()
+    if empty := [name for name, files in groups.items() if not files]:
+        raise UserError(
+            f"class {empty[0]!r} has no images of its own: every subfolder of {str(folder)!r} is a class. Add images "
+            f"to {', '.join(repr(e) for e in empty)}, or move what is not a class elsewhere"
+        )
+    classes = tuple(groups) if classes is None else classes
+    if unknown := sorted(set(groups) - set(classes)):
+        raise UserError(f"{str(folder)!r} has classes that the training folder lacks: {', '.join(unknown)}")
+    labels = [classes.index(name) for name, files in groups.items() for _ in files]
+    return [f for files in groups.values() for f in files], torch.tensor(labels), classes
