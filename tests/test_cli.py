@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from safetensors import safe_open
 
 from duel import cli, loop, recipes, runs, training
 from duel.config import TrainConfig
@@ -341,6 +342,12 @@ def test_what_comes_next_depends_on_labels(tmp_path: Path, capsys: pytest.Captur
     assert "next: duel export plain" in capsys.readouterr().out
     assert cli.main(["train", *TINY, "--out=digits"]) == 0
     assert "next: duel evaluate digits" in capsys.readouterr().out
+    for run, told in (("plain", True), ("digits", False)):
+        assert cli.main(["export", run]) == 0
+        square = "central square, resized (bilinear, antialiased) to a side of 8\n"
+        assert (f"its images were upright (EXIF rotation applied), RGB, {square}" in capsys.readouterr().out) == told
+    with safe_open("plain/duel_convnet.safetensors", "pt") as file:
+        assert file.metadata()["images"].endswith(square.strip())
     for kind in "ab":  # labels, and nothing to measure on
         (tmp_path / "all" / "train" / kind).mkdir(parents=True)
         for i in range(10):

@@ -218,6 +218,8 @@ class Export:
         print(f"load it: {done.load}")
         shape, mean, std = (", ".join(done.metadata[name].split()) for name in ("image_shape", "mean", "std"))
         print(f"give it: images ({shape}), RGB in 0..1, less the mean ({mean}), divided by the std ({std})")
+        if prepared := done.metadata.get("images"):
+            print(f"its images were {prepared}")
         return 0
 
 

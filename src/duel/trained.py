@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import runs
 from .config import TrainConfig
+from .data.folder import PREPARED
 from .data.sources import NAMES
 from .encoders import Encoder
 from .errors import UserError
@@ -141,6 +142,11 @@ def _place(data: str) -> Path:
     return Path(data) if data in NAMES else Path(data).expanduser().resolve()
 
 
+def _of_files(config: TrainConfig) -> bool:
+    """Whether the run was on a folder of images, which may be gone by now."""
+    return config.data not in (*NAMES, LIVE) and Path(config.data).suffix not in (".npz", ".npy")
+
+
 def export(
     run: str | os.PathLike[str],
     *,
@@ -161,5 +167,6 @@ def export(
         "method": trained.config.method,
         "data": trained.config.data_name,
         "step": str(trained.step),
+        **({"images": f"{PREPARED} {trained.encoder.image_shape[-1]}"} if _of_files(trained.config) else {}),
     }
     return files.export(trained.encoder, path, format=format, metadata=facts)

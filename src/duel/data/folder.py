@@ -24,6 +24,10 @@ PROBED, LARGEST_SIZE = 100, 224
 THREADS = min(8, os.cpu_count() or 1)
 
 
+#: What `decode` does, for those who have to do the same; the side in pixels is to follow.
+PREPARED = "upright (EXIF rotation applied), RGB, central square, resized (bilinear, antialiased) to a side of"
+
+
 def decode(path: Path | str, size: int) -> Tensor:
     """One file -> uint8 (3, size, size): upright (EXIF), RGB, shorter side resized to size, central square.
 
