@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,9 +52,11 @@ class Inputs:
     """bias_mode subset: the only items shown, int64 (n,)."""
     weights: Tensor | None
     """bias_mode draw: class weights, float64 (classes,)."""
+    known_as: str = field(default="", kw_only=True)
+    """What the folder was called when the run was started, where it may be called otherwise now."""
 
     @classmethod
-    def load(cls, config: TrainConfig, device: torch.device, *, test: bool) -> Inputs:
+    def load(cls, config: TrainConfig, device: torch.device, *, test: bool, known_as: str = "") -> Inputs:
         train = load_split(config, "train")
         _check_size(config.data, "images", train)
         if kept := getattr(train, "kept_apart", 0):
@@ -85,7 +88,7 @@ class Inputs:
             warnings.warn(f"{config.data}: no k-NN while training, as it has no test part", Notice, stacklevel=2)
         if held is not None:
             _check_size(config.data, "test images", held, train.shape[-1])
-        return cls(_to(train, device), held and _to(held, device), stats, ids, weights)
+        return cls(_to(train, device), held and _to(held, device), stats, ids, weights, known_as=known_as)
 
     @property
     def items(self) -> int:
@@ -96,8 +99,12 @@ class Inputs:
     def fingerprint(self) -> str:
         """Another one when items no longer have the numbers by which a stream and a memory know them."""
         paths = getattr(self.train, "paths", None)
-        names = "" if paths is None else "\0".join(paths.tolist())
-        return sha256(f"{len(self.train)}\0{names}".encode(errors="surrogatepass")).hexdigest()
+        names = [] if paths is None else paths.tolist()
+        if self.known_as:  # a folder that is reached by another path is the same
+            now, then = _start(self.train.name), _start(self.known_as)
+            names = [then + name.removeprefix(now) for name in names]
+        text = "\0".join([str(len(self.train)), *(names or [""])])
+        return sha256(text.encode(errors="surrogatepass")).hexdigest()
 
     @property
     def labelled(self) -> bool:
@@ -217,6 +224,11 @@ def _check_size(data: str, what: str, source: Source, side: int | None = None) -
         raise UserError(
             f"{data!r} has {what} of {height} × {width} pixels, not {wanted}; give an image_size to resize all to"
         )
+
+
+def _start(folder: str) -> str:
+    """What the paths of its files begin with."""
+    return "" if (path := Path(folder).expanduser()) == Path() else os.path.join(path, "")
 
 
 def _tells_classes(source: Source) -> bool:

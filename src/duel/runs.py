@@ -1,7 +1,7 @@
 """A run directory: what is in it, who may write to it, and where its result came from.
 
 config.json  the TrainConfig           checkpoints/  step-NNNNNNNNN.pt, the latest few
-run.json     versions, hardware, commit metrics.csv   one line per log interval; tensorboard/ holds the same
+run.json     versions, commit, data_at  metrics.csv   one line per log interval; tensorboard/ holds the same
 subset.npy   ids kept by bias_mode subset            evaluation.json  what `duel evaluate` measured
 stream.json  size and statistics of the images that a live stream began with
 memory.csv   what the memory held when the newest checkpoint was written
@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,15 @@ from . import checkpoint
 from .checkpoint import atomic
 from .compiled import library
 from .config import TrainConfig
+from .data.sources import NAMES
 from .errors import UserError, writing
 from .locking import alone
+from .names import LIVE
 
 CONFIG, META, METRICS, SUBSET, EVALUATION = "config.json", "run.json", "metrics.csv", "subset.npy", "evaluation.json"
 STREAM = "stream.json"
+#: In run.json, of a run on a folder or a file: its place.
+DATA_AT = "data_at"
 MEMORY, EVALUATION_OF_OTHERS = "memory.csv", f"evaluation-*-{'[0-9a-f]' * 8}.json"
 COMMIT_VARIABLE = "DUEL_COMMIT"
 CHECKPOINTS, TENSORBOARD, FEATURES = "checkpoints", "tensorboard", "features"
@@ -52,7 +57,9 @@ def check_out(config: TrainConfig, *, resume: bool = False, overwrite: bool = Fa
     if out.exists() and not out.is_dir():
         raise UserError(f"out {out} is a file; give a directory")
     if resume:
-        changed = load_config(out).differences(config)
+        saved = load_config(out)
+        moved = is_path(saved.data) and is_path(config.data)  # another path is judged by the images that it leads to
+        changed = saved.differences(replace(config, data=saved.data) if moved else config)
         if changed:
             raise UserError(
                 f"{out} was started with other settings (there -> now):\n  "
@@ -112,6 +119,35 @@ def load_config(run: Path) -> TrainConfig:
         return TrainConfig.from_dict(values)
     except (json.JSONDecodeError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read as a config ({error}); restore it or start again") from error
+
+
+def is_path(data: str) -> bool:
+    """Whether it is a folder or a file, and not the name of a data set or a stream."""
+    return data not in (*NAMES, LIVE)
+
+
+def place(data: str) -> str | None:
+    """Where a folder or a file is, whatever directory one is in; of other data None."""
+    return str(Path(data).expanduser().resolve()) if is_path(data) else None
+
+
+def locate(run: Path, config: TrainConfig) -> str:
+    """The data of a run, found from any directory: as its config names them, where that leads to the place they had.
+
+    Another folder of that name in the present directory is not taken for them, unless they are no longer there.
+    """
+    here = place(config.data)
+    if here is None:
+        return config.data
+    known = str(read_meta(run).get(DATA_AT) or here)  # older runs do not say
+    if known != here and os.path.exists(known):
+        return known
+    if os.path.exists(here):
+        return config.data
+    raise UserError(
+        f"{run} was trained on {config.data!r}, and there is nothing at {known!r} now; give its present path "
+        "with --data"
+    )
 
 
 def load_latest(run: Path, *, map_location: Any = "cpu") -> tuple[Path | None, dict[str, Any], list[str]]:

@@ -99,7 +99,7 @@ def evaluate(
     trained = load_trained(run)
     if (data or trained.config.data) == LIVE:
         raise UserError(f"data must be given: {run} was trained on a stream, which is gone; name labelled data")
-    where = data or _MEASURED_ON.get(trained.config.data, trained.config.data)
+    where = data or _MEASURED_ON.get(trained.config.data) or runs.locate(Path(run), trained.config)
     shape = trained.encoder.image_shape
     of_any_size = where not in NAMES and Path(where).expanduser().is_dir()  # files, brought to one when they are read
     size = shape[-1] if of_any_size else trained.config.image_size
@@ -130,7 +130,7 @@ def evaluate(
 
 def evaluation_file(run: str | os.PathLike[str], data: str | None = None) -> Path:
     """Where `evaluate` writes: evaluation.json, or for other data than the run's own a file named after them."""
-    own = runs.load_config(Path(run)).data
+    own = runs.read_meta(Path(run)).get(runs.DATA_AT) or runs.load_config(Path(run)).data
     if not data or _place(data) in map(_place, (own, _MEASURED_ON.get(own, own))):
         return Path(run) / runs.EVALUATION
     name = re.sub(r"[^\w.]+", "-", data)[-50:].strip("-.") or "data"  # names of files may not be long
@@ -144,7 +144,7 @@ def _place(data: str) -> Path:
 
 def _of_files(config: TrainConfig) -> bool:
     """Whether the run was on a folder of images, which may be gone by now."""
-    return config.data not in (*NAMES, LIVE) and Path(config.data).suffix not in (".npz", ".npy")
+    return runs.is_path(config.data) and Path(config.data).suffix not in (".npz", ".npy")
 
 
 def export(

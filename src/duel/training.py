@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -53,13 +55,20 @@ def train(
     if frames is not None:
         check_live(config)
     out = runs.check_out(config, resume=resume, overwrite=overwrite)
+    where = config.data
+    if resume:  # a path is what the run was started with, and may lead elsewhere now
+        saved = runs.load_config(out)
+        where = runs.locate(out, saved) if where == saved.data else where
+        config = dataclasses.replace(config, data=saved.data)
+    data_at = {} if (place := runs.place(where)) is None else {runs.DATA_AT: place}
     with ExitStack() as stack:
         if resume:
             stack.enter_context(runs.held(out))
         fabric = build_fabric(config)
         peak = PeakMemory(fabric.device)
         if frames is None:
-            inputs = Inputs.load(config, fabric.device, test=config.knn_every > 0)
+            at = dataclasses.replace(config, data=where)
+            inputs = Inputs.load(at, fabric.device, test=config.knn_every > 0, known_as=config.data)
         else:
             waiting = "waiting for the first images of the stream"
             if not console.is_terminal:
@@ -67,9 +76,12 @@ def train(
             with console.status(waiting):
                 inputs = LiveInputs.open(config, frames, fabric.device, out if resume else None)
         step = TrainingStep(config, inputs, fabric=fabric)
-        spent = _restore(step, inputs, out, console) if resume else (0.0, 0.0, 0.0)
         meta = runs.read_meta(out) if resume else {}
+        moved = meta.get(runs.DATA_AT) != place
+        spent = _restore(step, inputs, out, console, moved=moved) if resume else (0.0, 0.0, 0.0)
         if meta.get("finished") and step.done == step.steps:
+            if moved:
+                runs.write_json(out / runs.META, {**meta, **data_at})
             console.print(f"{out} is finished ({step.done} steps): nothing to be done", soft_wrap=True, markup=False)
             return RunResult(out, step.done, True, meta["metrics"], spent[0], "", inputs.labelled, spent[1])
         check_loggers(tensorboard=config.tensorboard, wandb=config.wandb)
@@ -79,7 +91,7 @@ def train(
         inputs.save(out)
         loop = Loop(config, step, inputs, out, spent, clock)
         attempts = [*meta.get("attempts", []), {**runs.describe(fabric.device), "from_step": step.done}]
-        runs.write_json(out / runs.META, {**meta, "attempts": attempts, "finished": None})
+        runs.write_json(out / runs.META, {**meta, **data_at, "attempts": attempts, "finished": None})
         result = loop.run(label or config.method, console, until)
         budget = {
             "steps": result.steps,
@@ -97,6 +109,7 @@ def train(
                 "ended": ended,
                 "budget": budget,
                 "metrics": result.metrics,
+                **data_at,
             },
         )
         return result
@@ -112,9 +125,19 @@ def _peak(now: int | None, before: dict[str, Any]) -> int | None:
     return now if now is None or earlier is None else max(now, earlier)
 
 
-def _restore(step: TrainingStep, inputs: Inputs, out: Path, console: Console) -> tuple[float, float, float]:
+def _look_alike(state: dict[str, Any], inputs: Inputs) -> bool:
+    """Whether size, mean and standard deviation are those of a checkpoint: of arrays nothing else tells."""
+    then = [*state["mean"], *state["std"]]
+    now = [value for part in inputs.stats for value in part]
+    alike = all(math.isclose(a, b, abs_tol=1e-3) for a, b in zip(then, now, strict=True))
+    return alike and state["image_shape"] == list(inputs.train.shape)
+
+
+def _restore(
+    step: TrainingStep, inputs: Inputs, out: Path, console: Console, *, moved: bool
+) -> tuple[float, float, float]:
     """Put the newest good checkpoint into `step`; returns the seconds spent before it, also by the clock given then,
-    and those of filling the memory."""
+    and those of filling the memory. moved: the data are read from another place than then."""
     # images that are kept on the host may not fit on the device
     where = "cpu" if step.config.memory_images == "host" else step.device
     path, state, problems = runs.load_latest(out, map_location=where)
@@ -127,9 +150,10 @@ def _restore(step: TrainingStep, inputs: Inputs, out: Path, console: Console) ->
         raise CheckpointError(
             f"{path} has format {state.get('format')!r}, this version reads {FORMAT}; start again with --overwrite"
         )
-    if state.get("items", inputs.fingerprint) != inputs.fingerprint:
+    same = state.get("items", inputs.fingerprint) == inputs.fingerprint
+    if not same or (moved and not _look_alike(state, inputs)):
         raise UserError(
-            f"{step.config.data!r} has other images than when {path} was written ({len(inputs.train):,} now), and the "
+            f"{inputs.train.name!r} has other images than when {path} was written ({len(inputs.train):,} now), and the "
             "stream and the memory know them by their number; put the files back, or start again with --overwrite"
         )
     step.load_state_dict(state["training"])

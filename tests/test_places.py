@@ -1,0 +1,145 @@
+"""A run on a folder or a file is used from any directory, and goes on where its data have moved."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from duel import checkpoint, cli, recipes, runs
+from duel.config import TrainConfig
+from duel.errors import UserError
+from duel.evaluation.settings import EvaluationSettings
+from duel.inputs import Inputs
+from duel.trained import evaluate, evaluation_file
+from duel.training import RunResult, train
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+QUICK: dict[str, Any] = {"device": "cpu", "settings": EvaluationSettings(probe_epochs=1, shot_repeats=1)}
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training is done in home/, which has a folder and a file of pictures."""
+    for name in ("home", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "home")
+    pictures("pictures")
+    np.savez("arrays.npz", images=colours(30), labels=np.arange(30) % 2)
+
+
+def colours(count: int, seed: int = 0) -> Any:
+    rng = np.random.default_rng(seed)
+    return np.repeat(np.repeat(rng.integers(0, 256, (count, 1, 1, 3), dtype=np.uint8), 8, 1), 8, 2)
+
+
+def pictures(folder: str, seed: int = 0) -> None:
+    for i, image in enumerate(colours(30, seed)):
+        path = Path(folder, "ab"[i % 2], f"{i:02}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+
+
+def small(data: str = "pictures", **changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "out": "run", "steps": 4, "batch_size": 8, "memory_size": 16, "dim": 16, "image_size": 8, "checkpoint_every": 2,
+    }  # fmt: skip
+    return dataclasses.replace(recipes.demo("d-simclr", data), **{**settings, **changes})
+
+
+def go(config: TrainConfig, **options: Any) -> RunResult:
+    return train(config, console=Console(quiet=True), **options)
+
+
+def weights(run: str) -> Any:
+    return checkpoint.load_latest(Path(run) / runs.CHECKPOINTS)[1]["training"]["method"]
+
+
+@pytest.mark.parametrize("data", ["pictures", "arrays.npz", "./pictures/"])
+def test_a_run_is_used_from_anywhere(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    go(small(data, out="whole"))
+    go(small(data), until=0.0)
+    monkeypatch.chdir("../elsewhere")
+    result = go(dataclasses.replace(runs.load_config(Path("../home/run")), out="../home/run"), resume=True)
+    assert result.finished
+    assert runs.load_config(Path("../home/run")).data == data  # what the run is stays as it was
+    found, wanted = weights("../home/run"), weights("../home/whole")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert evaluate("../home/run", **QUICK)["images"]["test"] == 6
+    for place in (None, f"../home/{data}"):
+        assert evaluation_file("../home/run", place) == Path("../home/run", runs.EVALUATION)
+    monkeypatch.chdir("../home")
+    assert evaluate("run", **QUICK)["images"]["test"] == 6
+
+
+def test_another_folder_of_that_name_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    go(small())
+    monkeypatch.chdir("../elsewhere")
+    pictures("pictures", seed=1)
+    Path("pictures/a/00.png").unlink()
+    assert evaluate("../home/run", **QUICK)["images"] == {"train": 24, "test": 6}
+    assert evaluation_file("../home/run", "pictures").name != runs.EVALUATION
+
+
+def test_a_project_that_was_moved_goes_on_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go(small(), until=0.0)
+    (tmp_path / "home").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved")
+    assert go(small(), resume=True).finished
+    assert evaluate("run", **QUICK)["images"]["test"] == 6
+
+
+def test_data_that_have_moved_are_named_again(capsys: pytest.CaptureFixture[str]) -> None:
+    go(small(), until=0.0)
+    home = Path.cwd()
+    Path("pictures").rename("photos")
+    for command in (["evaluate", "run"], ["train", "--out", "run", "--resume"]):
+        assert cli.main(command) == cli.USER_MISTAKE
+        said = capsys.readouterr().err
+        assert f"run was trained on 'pictures', and there is nothing at '{home / 'pictures'}' now; give its" in said
+        assert "--data" in said
+    assert cli.main(["train", "--out", "run", "--resume", "--data", "photos"]) == 0
+    assert runs.load_config(Path("run")).data == "pictures"
+    assert runs.read_meta(Path("run"))[runs.DATA_AT] == str(home / "photos")
+    assert evaluate("run", **QUICK)["images"]["test"] == 6
+    Path("photos").rename("again")  # a finished run is told, too
+    assert cli.main(["train", "--out", "run", "--resume", "--data", "again"]) == 0
+    assert evaluate("run", **QUICK)["images"]["test"] == 6
+
+
+@pytest.mark.parametrize("kind", ["other names", "other pictures", "other arrays", "a data set"])
+def test_a_run_does_not_go_on_with_other_images(kind: str) -> None:
+    go(small("arrays.npz" if kind == "other arrays" else "pictures"), until=0.0)
+    shutil.copytree("pictures", "other names")
+    Path("other names/a/00.png").rename("other names/a/zz.png")
+    pictures("other pictures", seed=1)
+    np.savez("other arrays.npz", images=colours(30, seed=1), labels=np.arange(30) % 2)
+    data = {"other arrays": "other arrays.npz", "a data set": "digits"}.get(kind, kind)
+    message = "data: pictures -> digits" if kind == "a data set" else f"'{data}' has other images than when run"
+    with pytest.raises(UserError, match=message):
+        go(small(data), resume=True)
+
+
+def test_items_are_known_as_before() -> None:
+    """Checkpoints have this; one of another form could not be resumed."""
+    inputs = Inputs.load(small(), torch.device("cpu"), test=False)
+    names = "\0".join(inputs.train.paths.tolist())
+    assert names.startswith("pictures/a/")
+    assert inputs.fingerprint == hashlib.sha256(f"24\0{names}".encode()).hexdigest()
+    for data in (str(Path.cwd() / "pictures"), "./pictures/", "../home/pictures"):
+        again = Inputs.load(small(data), torch.device("cpu"), test=False, known_as="pictures")
+        assert again.fingerprint == inputs.fingerprint
+
+
+def test_a_run_on_a_data_set_says_nothing_of_where_it_was_made() -> None:
+    go(small("digits", steps=1))
+    assert runs.DATA_AT not in runs.read_meta(Path("run"))
+    assert str(Path.cwd()) not in Path("run", runs.META).read_text()
