@@ -19,7 +19,8 @@ from .policies import AdaptiveDuel, Duel, MinRed
 
 #: Above so many slots N is shown only where the policy carries it: counting it would take longer than a step.
 COUNTED_UP_TO = 16384
-#: Steps after which an unchanged memory is worth a warning, and before which its classes are not judged.
+#: Steps after which an unchanged memory is worth a warning, and before which its classes are not judged, unless the run
+#: ends.
 PATIENCE = 500
 #: The same in turns: how often a queue of the same size would have been exchanged. Also the limit of staleness.
 TURNS = 10.0
