@@ -81,7 +81,9 @@ def test_a_newcomer_that_takes_no_part_makes_no_other_a_copy():
 
 
 def test_it_needs_ids_and_no_age():
-    with pytest.raises(UserError, match="distinct needs the memory to keep ids"):
-        WorkingMemory(4, 4, "distinct")
+    for payload in (None, {"id": ((2,), torch.int64)}, {"id": ((), torch.float32)}):
+        with pytest.raises(UserError, match="distinct needs the memory to keep ids"):
+            WorkingMemory(4, 4, "distinct", payload)
+    assert repr(Distinct(seed=3)) == "Distinct(seed=3)"
     with pytest.raises(UserError, match="leave max_age 3 out"):
         policies.Distinct(max_age=3)

@@ -232,8 +232,9 @@ def test_a_camera_that_fails_costs_no_steps(what: str, monkeypatch: pytest.Monke
         yield None
 
     error, words = (OSError, "unplugged") if what == "an error" else (UserError, "number 115, has no image: NoneType")
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as found:
         go(small(), camera())
+    assert found.value.__notes__ == ["saved after step 5 of 8, from which resume goes on"]
     assert state_of("run")["training"]["step"] == 5
     assert go(small(), endless(), resume=True).steps == 8
 
@@ -321,6 +322,7 @@ def test_what_was_trained_on_a_stream_is_measured_on_labelled_data() -> None:
         ({"bias": 27.0}, endless, "bias 27 needs labels"),
         ({"dwell": 3}, endless, "dwell 3"),
         ({"policy": "oracle"}, endless, "oracle sees the labels"),
+        ({"policy": "distinct"}, endless, "every image of a stream has one of its own; take reservoir"),
         ({}, lambda: numbered(15), "ended after 15 images, before a batch of 16"),
         ({}, lambda: numbered(31), "after 31 images, too few to fill the memory"),
         ({}, lambda: [], "ended after 0 images"),

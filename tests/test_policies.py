@@ -399,6 +399,7 @@ def test_bad_settings_are_named():
         (lambda: Fifo(max_age=0), "max_age must be a whole number of updates, at least 1"),
         (lambda: Fifo(max_age=2.5), "got 2.5"),
         (lambda: AdaptiveDuel(target=0), "target must be"),
+        (lambda: AdaptiveDuel(target="8"), "target must be"),
         (lambda: AdaptiveDuel(target=float("inf")), "target must be"),
         (lambda: AdaptiveDuel("linear"), "unknown kind"),
         (lambda: AdaptiveDuel(every=0), "every must be"),

@@ -125,8 +125,9 @@ class TrainConfig:
     more than there are images, unless dwell makes different frames of each)."""
     policy: str | None = None
     """Who leaves. None: duel for the d- methods, else fifo. simclr given a policy gets a memory of images as further
-    negatives, as d-simclr has. distinct knows exact copies by their number in the data: a sample of different images.
-    oracle is a control for measuring only: it sees the labels and keeps the classes in memory balanced."""
+    negatives, as d-simclr has. distinct knows an image that comes again by its number in the data, and nothing of how
+    images look (equal files with two names are two). oracle is a control for measuring only: it sees the labels and
+    keeps the classes in memory balanced."""
     score: str = "gaussian:0.1"
     """Collision score of the duel policy: linear, quadratic, gaussian:TAU (TAU 1 unless given), exponential:TAU (0.05),
     or a mix A+B, weighted 0.1*A+0.9*B."""

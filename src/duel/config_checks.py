@@ -92,6 +92,11 @@ def check_live(config: TrainConfig) -> None:
         raise UserError(no_labels(config))
     if config.dwell != 1:
         raise UserError(f"dwell {config.dwell} shows an image of a set as several frames; leave it at 1 for a stream")
+    if config.memory_policy == "distinct":
+        raise UserError(
+            "policy distinct knows images by their numbers, and every image of a stream has one of its own; take "
+            "reservoir, which is the same there, or one that looks at them: duel, minred, adaptive"
+        )
     if not config.steps:
         raise UserError("steps must be given for a stream, which has no epochs")
 

@@ -122,9 +122,11 @@ class Loop:
                     if not stop.requested:  # Ctrl-C also ends what is before a pipe
                         stop.ask(END_OF_STREAM)
                     break
-                except Exception:
-                    if self.live and self.live.failed and self.saved_at != step.done:
-                        self._save(log, must=True)  # the step had not begun
+                except Exception as error:
+                    if self.live and self.live.failed:
+                        if self.saved_at != step.done:
+                            self._save(log, must=True)  # the step had not begun
+                        error.add_note(f"saved after step {step.done} of {step.steps}, from which resume goes on")
                     raise
                 log.advance(step.done)
                 last = step.done == step.steps

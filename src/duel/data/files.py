@@ -73,7 +73,10 @@ def part_of(folder: Path, split: Split) -> tuple[Path, Path | None]:
     if split == "train":
         return train, train
     if not tests:
-        raise UserError(f"{str(folder)!r} has train/ but none of {', '.join(f'{n}/' for n in TEST_FOLDERS)} to test on")
+        wanted = ", ".join(f"{name}/" for name in TEST_FOLDERS)
+        raise UserError(
+            f"{str(folder)!r} has train/ but none of {wanted} to test on; `duel evaluate --data` takes others"
+        )
     return tests[0], train
 
 

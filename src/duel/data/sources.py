@@ -159,7 +159,8 @@ def own_split(source_name: str, labels: Tensor | None, n: int, split: Split) -> 
             return torch.arange(n)
         raise UserError(
             f"{source_name} has no labels and no test part, so nothing to measure on; evaluate on labelled data: "
-            f"class subfolders, a test/ or val/ folder beside train/, or a 'labels' array in the .npz"
+            "class subfolders, a test/ or val/ folder beside train/, or a 'labels' array in the .npz, there or, by "
+            "`duel evaluate --data`, elsewhere"
         )
     train, test = split_ids(n, labels, test_size=round(n * TEST_SHARE))
     chosen = train if split == "train" else test

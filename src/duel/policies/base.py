@@ -115,7 +115,7 @@ class Counting(Policy):
 
 def check_ids(memory: WorkingMemory, policy: str) -> None:
     """Raise if the memory does not know its items by number."""
-    if "id" not in memory.payload:
+    if memory.payload.get("id") != ((), torch.int64):
         raise UserError(f'policy {policy} needs the memory to keep ids: payload={{"id": ((), torch.int64)}}')
 
 

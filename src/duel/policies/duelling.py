@@ -194,8 +194,8 @@ class AdaptiveDuel(Duel):
     ) -> None:
         if kind not in WIDE_SCORES:
             raise UserError(suggest("kind of adaptive score", kind, WIDE_SCORES))
-        if not 0 < target < math.inf:
-            raise UserError(f"target must be a number of items, or below 1 a share of the memory, got {target}")
+        if isinstance(target, str) or not 0 < target < math.inf:
+            raise UserError(f"target must be a number of items, or below 1 a share of the memory, got {target!r}")
         if every < 1:
             raise UserError(f"every must be at least 1 step, got {every}")
         super().__init__(scores.exponential(), admit=admit, engine=engine, max_age=max_age)

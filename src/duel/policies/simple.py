@@ -46,6 +46,10 @@ class _Seeded(Policy):
         super().__init__(max_age=max_age)
         self.seed = seed
 
+    def extra_repr(self) -> str:
+        age = super().extra_repr()
+        return f"seed={self.seed}{', ' * bool(age)}{age}"
+
     def get_extra_state(self) -> dict[str, int]:
         return {"seed": self.seed}
 

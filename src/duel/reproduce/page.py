@@ -43,7 +43,7 @@ its Top-k does not say where neighbours come from.
 | frames | each image is shown so many times in a row, every time a little shifted and lighter or darker, as a camera would |
 | plain, literal, ours | the method without DUEL; the paper's form: linear score, Algorithm 2, its sizes of the memory (2,048 embeddings, 512 images; plain MoCo v2 has 4,096 at scale `short`); what this package recommends |
 | literal D-MoCo | MoCo v2 with the policy added: negatives from the memory alone, newcomers are the step's keys. Algorithm 2 prints the batch's other keys as negatives too, and newcomers that are encoded after the step: rows of their own |
-| copies known by their ids | a uniform sample of the different images seen so far, whatever they look like: what exact copies alone explain. Of frames it knows which image they are of, which no camera says |
+| images known by their ids | a uniform sample of the different images seen so far, by their numbers in the data and whatever they look like: what exact copies alone explain. Of frames it knows which image they show, which no camera says |
 | stream-first, memory-first | batches come from the stream and the memory gives negatives; batches are drawn from the memory |
 | gap recovered | (row - plain) / (plain on balanced data - plain), with a 95 % interval over seeds (Fieller 1954); "no clear gap" where what the plain row lost is not clear of zero |
 | Top-k | share of test images with an image of their class among the k nearest, from the test or the train set |

@@ -86,7 +86,7 @@ def _variants(base: str, word: str) -> list[Row]:
         memory_first("fifo", "FIFO"),
         memory_first("reservoir", "reservoir"),
         memory_first("minred", "MinRed"),
-        memory_first("distinct", "copies known by their ids"),
+        memory_first("distinct", "images known by their ids"),
         memory_first("oracle", "balanced by an oracle"),
         Row(
             f"{base}-stream-oracle",
