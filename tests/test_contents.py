@@ -164,7 +164,7 @@ def test_images_that_are_kept_apart_are_said(tmp_path):
     for kind in ("März 2024", "b"):
         (tmp_path / "in" / kind).mkdir(parents=True)
         for i in range(5):
-            Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / "in" / kind / f"{i}.png")
+            Image.new("RGB", (8, 8), (i, len(kind), 0)).save(tmp_path / "in" / kind / f"{i}.png")
     config = dataclasses.replace(recipes.demo("simclr", str(tmp_path / "in")), image_size=8, batch_size=4)
     with pytest.warns(Notice, match=r"its 2 subfolders are taken for classes, and 2 of 10 images kept for testing"):
         assert Inputs.load(config, torch.device("cpu"), test=False).items == 8

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from duel.data import STATS, ArraySource, FolderSource, Source, from_arrays, load, statistics
+from duel.data import STATS, ArraySource, FolderSource, Source, files, from_arrays, load, statistics
 from duel.data.arrays import resize
 from duel.data.files import EXTENSIONS
 from duel.data.folder import decode
@@ -350,6 +350,27 @@ def test_unreadable_files_are_skipped_counted_and_listed(folder: Path) -> None:
     assert {Path(line.split(":")[0]).name for line in source.skipped} == set(bad)
     assert all(name in str(record[0].message) for name in bad)
     assert torch.equal(source.data[:, 0, 0, 0].long() % 3, source.labels)  # labels stay with their images
+
+
+def test_copies_byte_for_byte_are_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = sorted((folder / "a").iterdir())[0]
+    for name in ("a/copy.png", "b/again.png"):
+        (folder / name).write_bytes(first.read_bytes())
+    with pytest.warns(Notice) as record:
+        assert len(load(str(folder), split="train")) > 20
+    assert [str(found.message) for found in record] == [f"{folder}: 2 of 32 files are copies of others, byte for byte"]
+    with warnings.catch_warnings(action="error"):  # said once
+        load(str(folder), split="test")
+
+    whole: list[Path] = []
+    digest = files._digest
+    monkeypatch.setattr(files, "_digest", lambda path: whole.append(path) or digest(path))
+    made = [folder / name for name in ("x", "y", "z", "empty", "none", "middle", "gone")]
+    contents = (b"x" * 20_000, b"x" * 20_000, b"x" * 19_999 + b"y", b"", b"", b"x" * 9_999 + b"y" + b"x" * 10_000)
+    for path, content in zip(made, contents, strict=False):
+        path.write_bytes(content)
+    assert files.copies(made) == 2  # y of x, none of empty
+    assert {path.name for path in whole} == {"x", "y", "middle", "empty", "none"}  # z ends otherwise
 
 
 def test_files_that_are_not_read_are_counted_by_their_ending(folder: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ BESIDE = frozenset(
     f".{e}" for e in ("csv", "tsv", "txt", "json", "jsonl", "xml", "yaml", "yml", "md", "ini", "db", "log")
 )
 SHOWN = 5
+GLANCE = 4096  # bytes from either end by which files of one size are told apart first
 
 
 def _files(folder: Path) -> tuple[list[Path], Counter[str]]:
@@ -53,6 +56,39 @@ def _listed(others: Counter[str]) -> str:
     named = [f"{count:,} {ending or 'without one'}" for ending, count in others.most_common(SHOWN)]
     more = ", …" if len(others) > SHOWN else ""
     return f"{', '.join(named)}{more}" + (f" ({others.total():,} in all)" if len(others) > 1 else "")
+
+
+def copies(paths: Iterable[Path]) -> int:
+    """How many files have the bytes of another that comes before them.
+
+    Only files of one size and with the same ends are read whole. One that cannot be read is nobody's copy.
+    """
+    groups: list[list[Path]] = [list(paths)]
+    for key in (lambda path: path.stat().st_size, _ends, _digest):
+        groups = [alike for group in groups for alike in _alike(group, key) if len(alike) > 1]
+    return sum(len(group) - 1 for group in groups)
+
+
+def _alike(paths: Iterable[Path], key: Callable[[Path], Hashable]) -> Iterable[list[Path]]:
+    found: dict[Hashable, list[Path]] = defaultdict(list)
+    for path in paths:
+        try:
+            found[key(path)].append(path)
+        except OSError:
+            continue  # said when it is decoded
+    return found.values()
+
+
+def _ends(path: Path) -> tuple[bytes, bytes]:
+    with path.open("rb") as file:
+        first = file.read(GLANCE)
+        file.seek(-min(GLANCE, path.stat().st_size), os.SEEK_END)
+        return first, file.read(GLANCE)
+
+
+def _digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").digest()
 
 
 def test_folders(folder: Path) -> list[Path]:
@@ -100,6 +136,9 @@ def scan(
         raise UserError(f"no images in {str(folder)!r}{there}; files that end in {read} are read")
     if tell and others:
         warnings.warn(f"{folder}: files left out for their ending: {_listed(others)}", Notice, stacklevel=2)
+    if tell and (again := copies(paths)):
+        are = "is a copy of another" if again == 1 else "are copies of others"
+        warnings.warn(f"{folder}: {again:,} of {len(paths):,} files {are}, byte for byte", Notice, stacklevel=2)
     groups: dict[str, list[Path]] = {p.name: [] for p in _class_folders(folder)}
     for path in paths:
         if (name := path.parts[len(folder.parts)]) in groups:
