@@ -184,6 +184,8 @@ def _each(*patterns: str) -> tuple[str, ...]:
 _SMALL = _each("d-{}-ours-small")
 _MEMORIES = tuple(f"{{}}-memory-{policy}" for policy in ("fifo", "reservoir", "distinct", "minred"))
 """Others in the place of DUEL's."""
+_COMPARED = _each("d-{}-few", "{}-memory-minred", "{}-memory-distinct", "{}-memory-oracle")
+"""With ours on data in which there are no exact copies, or few."""
 TUNING = "tuning"
 GRIDS: Mapping[str, Grid] = {
     "table1": Grid("Top-k accuracy", (*_PLAIN_AND_D, "simsiam"), DRAWN),
@@ -238,12 +240,12 @@ GRIDS: Mapping[str, Grid] = {
     ),
     "subset": Grid(
         "a fixed subset",
-        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-wide", "d-{}-few", "{}-memory-minred", "{}-memory-distinct")),
+        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-wide"), *_COMPARED),
         tuple(Data(bias, mode="subset") for bias in BIASES[1:]),
     ),
     "longtail": Grid(
         "exponential long tail, ratio 100",
-        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-few", "{}-memory-minred", "{}-memory-distinct")),
+        (*_PLAIN_AND_D, *_SMALL, *_COMPARED),
         (Data(100.0, "longtail"), Data(100.0, "longtail", "subset")),
     ),
     "camera": Grid(
