@@ -137,9 +137,9 @@ def evaluation_file(run: str | os.PathLike[str], data: str | None = None) -> Pat
     return Path(run) / f"evaluation-{name}-{sha256(os.fsencode(_place(data))).hexdigest()[:8]}.json"
 
 
-def _place(data: str) -> Path:
+def _place(data: str) -> str:
     """The same for two spellings of a path; of a data set's name, itself."""
-    return Path(data) if data in NAMES else Path(data).expanduser().resolve()
+    return runs.place(data) or data
 
 
 def _of_files(config: TrainConfig) -> bool:

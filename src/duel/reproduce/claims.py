@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .evidence import BALANCED, WORST, Evidence
+from .evidence import BALANCED, LEFT, WORST, Evidence
 from .paper import BIASES, RESOURCES, recovered
 from .plan import Data
 from .rows import ROWS, SCORES
@@ -16,7 +16,7 @@ LITERAL: Mapping[str, str] = {"D-MoCo": "d-moco-literal", "D-SimCLR": "d-simclr-
 PLAIN: Mapping[str, str] = {"MoCo v2": "moco", "SimCLR": "simclr"}
 PREVIOUS: Mapping[str, str] = {**PLAIN, "SimSiam": "simsiam"}
 TOP_K = {"Top-1": "top1_test_to_test", "Top-10": "top10_test_to_test"}
-PROBES = {"": "probe", ", BatchNorm as training left it": f"{AS_TRAINED}probe"}
+PROBES = {"": "probe", LEFT: f"{AS_TRAINED}probe"}
 ABOUT_FIVE = 4.0
 FAILS = 10.0
 

@@ -15,6 +15,8 @@ from .rows import ROWS
 from .stats import Recovered, Summary, gap_recovered, summary
 from .store import AS_TRAINED, Cost, Record
 
+LEFT = ", BatchNorm as training left it"
+"""To follow the words of a measure that AS_TRAINED stands before."""
 MEASURES: Mapping[str, str] = {
     "probe": "linear probe",
     "probe_standardised": "linear probe on standardised features",
@@ -23,8 +25,8 @@ MEASURES: Mapping[str, str] = {
     "top10_test_to_train": "Top-10, test to train",
     "top10_test_to_test": "Top-10, test to test",
     "few_shot": "nearest centroid, 5 shots",
-    f"{AS_TRAINED}probe": "linear probe, BatchNorm as training left it",
-    f"{AS_TRAINED}top1_test_to_train": "Top-1, test to train, BatchNorm as training left it",
+    f"{AS_TRAINED}probe": f"linear probe{LEFT}",
+    f"{AS_TRAINED}top1_test_to_train": f"Top-1, test to train{LEFT}",
 }
 BALANCED, WORST = DRAWN[0], DRAWN[-1]
 EARLY = (0.02, 0.06, 0.2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from .evidence import BALANCED, WORST, Evidence
+from .evidence import BALANCED, LEFT, WORST, Evidence
 from .paper import BIASES, figure
 from .plan import DWELL, GRIDS, Data
 from .rows import ROWS
@@ -16,7 +16,7 @@ from .verdicts import BOTH, NEAR, SEEDS, Claim, Verdict, Wanted, conclude, point
 
 OUR_ROWS: Mapping[str, str] = {"D-SimCLR": "d-simclr-ours", "D-MoCo": "d-moco-ours"}
 MEASURES = {"probe": "probe", "Top-1": "top1_test_to_train", "5-shot": "few_shot"}
-AS_LEFT = {f"{word}, BatchNorm as training left it": f"{AS_TRAINED}{measure}" for word, measure in BOTH.items()}
+AS_LEFT = {f"{word}{LEFT}": f"{AS_TRAINED}{measure}" for word, measure in BOTH.items()}
 EVEN = 0.97
 REPRODUCED = 3.0
 MINUTES = 20
