@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .allocator import keep_freed_memory
 from .config import TrainConfig
 from .errors import UserError
 
@@ -51,7 +52,8 @@ def in_bf16(precision: str, device: torch.device) -> bool:
 
 
 def build_fabric(config: TrainConfig) -> Fabric:
-    """One device, and bf16 with float32 weights on a GPU unless the config says otherwise."""
+    """One device, and bf16 with float32 weights on a GPU unless the config says otherwise. On a CPU this process keeps
+    the memory of freed tensors from then on."""
     processes = os.environ.get("WORLD_SIZE", "1")  # as torchrun sets it
     if processes not in ("", "0", "1"):
         raise UserError(
@@ -60,6 +62,8 @@ def build_fabric(config: TrainConfig) -> Fabric:
             "CUDA_VISIBLE_DEVICES=1 duel train --seed 1 ..."
         )
     device = resolve_device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     Fabric = _fabric_class()
     with quietly():
         return Fabric(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from . import runs
+from .allocator import keep_freed_memory
 from .config import TrainConfig
 from .data.folder import PREPARED
 from .data.sources import NAMES
@@ -112,6 +113,8 @@ def evaluate(
                 "measure on data of the same size"
             )
     on = resolve_device(device)
+    if on.type == "cpu":
+        keep_freed_memory()
     result = evaluation.evaluate(
         trained.encoder.to(on),
         *sources,
