@@ -78,7 +78,7 @@ def produce(
         status = 130 if done.interrupted else 0 if done.complete else 1
     pixels = bool({"pixels", "all"} & set(what))
     if dry_run and pixels:
-        print(f"raw pixels of {SCALES[scale].data}: seconds on a GPU, minutes on a CPU, once")
+        print(f"raw pixels of {SCALES[scale].images}: seconds on a GPU, minutes on a CPU, once")
     if dry_run or status == 130:
         return 0 if dry_run else status
     if pixels:

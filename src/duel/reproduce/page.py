@@ -145,8 +145,8 @@ def write_page(results: Sequence[Path], docs: Path) -> Path:
 def page_of(results: Sequence[Path], docs: Path) -> str:
     """The page of all that these result folders have, with the figures that `docs` has."""
     records, failures = (found(results).values() for found in (store.load, store.failures))
-    raw = {scale.data: store.pixels(results, scale.data) for scale in SCALES.values()}
-    pixels = {data: evaluation for data, evaluation in raw.items() if evaluation is not None}
+    raw = {scale.images: store.pixels(results, scale.images) for scale in SCALES.values()}
+    pixels = {images: evaluation for images, evaluation in raw.items() if evaluation is not None}
     return page(records, drawn(docs), store.costs(results), failures, pixels)
 
 
@@ -163,17 +163,17 @@ def page(
     pixels: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> str:
     """figures: those that have been drawn, to be shown. costs: of rows in the paper's setting, as benchmarked.
-    failures: runs whose training failed. pixels: by data, the evaluation of raw images."""
+    failures: runs whose training failed. pixels: by `Scale.images`, the evaluation of raw images."""
     found, failed = list(records), list(failures)
     sections = []
-    for name in ("short", "paper", "digits", "smoke"):
+    for name in ("short", "paper", "small", "digits", "smoke"):
         mine = [record for record in found if record.scale == name]
         gone = [record for record in failed if record.scale == name]
         if mine or gone or name in ("short", "paper"):
-            beside = {"costs": costs if name == "paper" else None, "pixels": (pixels or {}).get(SCALES[name].data)}
+            beside = {"costs": costs if name == "paper" else None, "pixels": (pixels or {}).get(SCALES[name].images)}
             each = variations([*mine, *gone], name)
             sections += [_section(name, variation, mine, gone, **beside) for variation in each]
-    theory = _theory(figures, (pixels or {}).get(SCALES["paper"].data))
+    theory = _theory(figures, (pixels or {}).get(SCALES["paper"].images))
     parts = [HEAD, _summary([section for section in sections if section.own]), WORDS, *theory]
     for section in sections:
         parts += _scale(section, figures)
@@ -243,7 +243,7 @@ def _theory(figures: Collection[str], pixels: Mapping[str, Any] | None) -> Itera
 def _scale(section: Section, figures: Collection[str]) -> Iterator[str]:
     name, evidence = section.name, section.evidence
     scale = evidence.scale
-    yield f"## Scale {section.title}: recipe `{scale.recipe}` on {scale.data}, {evidence.steps:,} steps"
+    yield f"## Scale {section.title}: recipe `{scale.recipe}` on {scale.images}, {evidence.steps:,} steps"
     if not section.runs:
         yield f"Not run. `duel reproduce all --scale {name}` runs it." if section.own else "No run is finished."
         if section.failed:

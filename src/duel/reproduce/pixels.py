@@ -34,12 +34,12 @@ def measure_pixels(
     progress: bool = True,
 ) -> Path:
     """Measure the raw images of a scale's data as encoders are measured there, unless the file has just that."""
-    data, settings = SCALES[scale].data, SCALES[scale].evaluation
-    path = results / store.PIXELS.format(data)
-    there = store.pixels([results], data)
+    size, settings = SCALES[scale], SCALES[scale].evaluation
+    path = results / store.PIXELS.format(size.images)
+    there = store.pixels([results], size.images)
     if there is not None and there["protocol"]["settings"] == dataclasses.asdict(settings):
         return path
-    config = TrainConfig(data=data, root=root, download=download)
+    config = TrainConfig(data=size.data, image_size=size.settings.get("image_size"), root=root, download=download)
     train, test = (load_split(config, split) for split in ("train", "test"))
     mean, std = statistics(train)
     on = resolve_device(device)
@@ -47,6 +47,6 @@ def measure_pixels(
         Pixels(), train, test, mean=mean, std=std, device=on, settings=settings, progress=progress
     )
     found["protocol"] |= {"features": "the normalised pixels of clean images", "checkpoint": "none: nothing is trained"}
-    values: dict[str, Any] = {"data": data, "evaluation": found, **runs.describe(on)}
+    values: dict[str, Any] = {"data": size.images, "evaluation": found, **runs.describe(on)}
     store.write_whole(path, values)
     return path

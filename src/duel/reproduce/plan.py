@@ -35,6 +35,12 @@ class Scale:
     more_seeds: tuple[int, ...] = ()
     tuned_on: tuple[int, ...] = ()
 
+    @property
+    def images(self) -> str:
+        """The images that encoders see, in a word: the data, and their size where they are resized."""
+        size = self.settings.get("image_size")
+        return self.data if size is None else f"{self.data}-{size}px"
+
     def varied(self, variation: Variation) -> Scale:
         return dataclasses.replace(self, settings={**self.settings, **variation.settings})
 
@@ -82,6 +88,18 @@ SCALES: Mapping[str, Scale] = {
             {"log_every": 20, "checkpoint_every": 1000, "knn_every": 20, "device": "auto"},
             largest_memory=256,
             small_memory=128,
+        ),
+        Scale(
+            "small",
+            "cifar10",
+            "standard",
+            (0, 1, 2),
+            {
+                **{"backbone": "convnet", "image_size": 16, "steps": 1500},
+                **{"log_every": 50, "checkpoint_every": 500, "knn_every": 500, "tensorboard": False},
+            },
+            largest_memory=8192,
+            more_seeds=(3, 4),
         ),
         Scale(
             "short",

@@ -2,7 +2,7 @@
 
 RESULTS/runs/<name>-<hash>.json    a finished run, or one whose training diverged
 RESULTS/errors/<name>-<hash>.json  the last accident of a run, which the next call tries again
-RESULTS/pixels-<data>.json         what the images give without an encoder
+RESULTS/pixels-<images>.json       what the images give without an encoder
 RESULTS/bench-step-*.json          what `duel bench step` wrote: what rows cost, and how long steps take
 """
 
@@ -145,10 +145,10 @@ def costs(folders: Iterable[Path]) -> dict[str, Cost]:
     return found
 
 
-def pixels(folders: Iterable[Path], data: str) -> Mapping[str, Any] | None:
-    """The evaluation of raw images, if some folder has one; the last wins."""
+def pixels(folders: Iterable[Path], images: str) -> Mapping[str, Any] | None:
+    """The evaluation of raw images (`Scale.images`), if some folder has one; the last wins."""
     found: Mapping[str, Any] | None = None
-    for path in (folder / PIXELS.format(data) for folder in folders):
+    for path in (folder / PIXELS.format(images) for folder in folders):
         if path.exists():
             with _readable(path, "an evaluation of raw images"):
                 found = dict(json.loads(path.read_text(encoding="utf-8"))["evaluation"])
