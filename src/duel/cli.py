@@ -257,12 +257,12 @@ class Reproduce:
 
     what: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="WHAT ...")]
     """What to make; see above. Of several the runs are carried out together, seed by seed."""
-    scale: Literal["smoke", "digits", "small", "short", "paper"] = "short"
-    """smoke: proves the machinery, no more. digits: the demo's runs, seconds each on a CPU. small: CIFAR-10 at 16 x 16
+    scale: Literal["smoke", "digits", "tiny", "short", "paper"] = "short"
+    """smoke: proves the machinery, no more. digits: the demo's runs, seconds each on a CPU. tiny: CIFAR-10 at 16 x 16
     pixels with the demo's network, minutes each on a CPU. short: ResNet-18, 5,000 steps. paper: ResNet-50, 40,000
     steps, its own recipe."""
     seeds: tuple[int, ...] = ()
-    """Seeds; by default 2 to 4 (short; framework, rivals and controls 2 to 6, tuning 0 and 1), 0 to 2 (small; these
+    """Seeds; by default 2 to 4 (short; framework, rivals and controls 2 to 6, tuning 0 and 1), 0 to 2 (tiny; these
     three 0 to 4), 0 to 4 (digits) or 0."""
     rows: tuple[str, ...] = ()
     """Only these rows, by the names that --dry-run prints."""

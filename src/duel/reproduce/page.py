@@ -166,7 +166,7 @@ def page(
     failures: runs whose training failed. pixels: by `Scale.images`, the evaluation of raw images."""
     found, failed = list(records), list(failures)
     sections = []
-    for name in ("short", "paper", "small", "digits", "smoke"):
+    for name in ("short", "paper", "tiny", "digits", "smoke"):
         mine = [record for record in found if record.scale == name]
         gone = [record for record in failed if record.scale == name]
         if mine or gone or name in ("short", "paper"):

@@ -90,7 +90,7 @@ SCALES: Mapping[str, Scale] = {
             small_memory=128,
         ),
         Scale(
-            "small",
+            "tiny",
             "cifar10",
             "standard",
             (0, 1, 2),

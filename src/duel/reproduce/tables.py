@@ -41,7 +41,7 @@ def by_bias(evidence: Evidence, grid: str, measure: str) -> str:
         for data in DRAWN:
             table = _PAPER_TABLE.get(measure)
             theirs = figure(table, ROWS[name].paper, data.bias) if table else None
-            known = "" if theirs is None or evidence.scale.data != "cifar10" else f"; paper {theirs:.2f}"
+            known = "" if theirs is None or evidence.scale.images != "cifar10" else f"; paper {theirs:.2f}"
             cells.append(_measured(evidence, name, data, measure) + known)
         lines.append((ROWS[name].label, *cells, *_budget(evidence, name, DRAWN)))
     table = markdown(heads, lines)
