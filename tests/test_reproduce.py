@@ -5,10 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -499,6 +505,41 @@ def test_processes_that_do_not_stop_in_time_are_killed(monkeypatch: pytest.Monke
     while any(process.is_alive() for process in left) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(process.is_alive() for process in left)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes by their group")
+def test_processes_of_a_call_that_was_killed_save_and_end(tmp_path: Path) -> None:
+    command = "reproduce table2 --scale smoke --rows simclr --biases 27 --jobs 2 --steps 100000 --device cpu"
+    call = subprocess.Popen(
+        [sys.executable, "-m", "duel", *command.split()], start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    try:
+        _wait_for(lambda: any(log.read_text() for log in tmp_path.glob("runs/reproduce/*/metrics.csv")))
+        call.kill()
+        call.wait()
+        _wait_for(lambda: not _in_group(call.pid))
+    finally:
+        for process in _in_group(call.pid):
+            os.kill(process, signal.SIGKILL)
+    assert list(tmp_path.glob("runs/reproduce/*/checkpoints/*"))
+
+
+def _wait_for(what: Callable[[], bool], seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def _in_group(group: int) -> list[int]:
+    """Processes of a group that are still running."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                found.append(int(path.parent.name))
+    return found
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -207,6 +209,7 @@ def _hung(planned: Planned, job: Job) -> Outcome:
 
 
 _clock: SharedClock
+_busy = threading.Lock()
 _for_life = ExitStack()
 
 
@@ -215,10 +218,22 @@ def _start_worker(jobs: int, clock: SharedClock) -> None:
     _clock = clock
     _for_life.enter_context(keep_sources())
     prepare_worker(jobs)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A call that is killed cannot tell its processes: they save what they are at, and end."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    if not _busy.acquire(blocking=False):
+        os.kill(os.getpid(), signal.SIGTERM)  # as a polite request, while training
+        _busy.acquire(timeout=GRACE)
+    os._exit(1)  # who waits for work, from nobody, cannot be told otherwise
 
 
 def _in_worker(planned: Planned, job: Job) -> Outcome:
-    with _clock.at_work():
+    with _busy, _clock.at_work():
         return execute(planned, job, _clock)
 
 
