@@ -10,19 +10,21 @@ import pytest
 from duel import cli
 
 ROOT = Path(__file__).parent.parent
-PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/training.md", "docs/reproduction.md")}
+NAMES = ("README.md", "docs/memory.md", "docs/training.md", "docs/reproduction.md")
+PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 TEXT = "\n".join(PAGES.values())
 
 
 def test_the_snippets_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-    assert len(snippets) == 6
+    assert len(snippets) == 7
     names: dict = {}
     for snippet in snippets:
         exec(compile(snippet, "README.md", "exec"), names)
     assert len(names["memory"]) == 512
     assert names["slots"].shape == (64,)
+    assert len(set(names["batch"].tolist())) == 256
     assert names["blocked"].shape == (64, 512)
     assert names["done"].duplicates.shape == (512,)
     queue = names["queue"]
