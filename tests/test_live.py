@@ -127,6 +127,17 @@ def test_several_images_at_a_time_are_all_shown() -> None:
         assert values == [0, 1, 2]
 
 
+def test_labels_and_masks_are_passed_over() -> None:
+    image, mask, one_hot = next(numbered(1)), torch.full((SIDE, SIDE), 9, dtype=torch.uint8), torch.ones(10)
+    batch = torch.stack(list(numbered(4)))
+    for given in ((image, mask), (image, 3), (image, one_hot), (image, image, 3), [image, {"id": 3}, mask]):
+        assert live([given] * 2, batch_size=2).next()[0][:, 0, 0, 0].tolist() == [0, 0]
+    for others in (torch.arange(4), torch.ones(4, 10), torch.full((4, SIDE, SIDE), 9, dtype=torch.uint8)):
+        assert live([(batch, others)] * 2, batch_size=8).next()[0][:, 0, 0, 0].tolist() == [0, 1, 2, 3] * 2
+    with pytest.raises(UserError, match=r"shapes \(3, 8, 8\), \(8, 8\), \(3, 8, 8\) at once; which are images"):
+        live([(image, mask, image)], batch_size=2).next()
+
+
 def test_a_buffer_may_be_used_again() -> None:
     def camera() -> Iterator[np.ndarray]:
         buffer = np.zeros((3, SIDE, SIDE), np.uint8)

@@ -351,6 +351,7 @@ def test_bad_construction_and_refresh():
         ({"policy": 3}, "policy must be a name"),
         ({"policy_dim": -1}, "policy_dim must be"),
         ({"dtype": torch.int64}, "floating-point"),
+        ({"dtype": torch.float8_e4m3fn}, "16 bits or more"),
         ({"payload": {"evicted": ((), torch.int64)}}, "cannot be used"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -362,6 +363,24 @@ def test_bad_construction_and_refresh():
             memory.refresh(torch.tensor(slots), isotropic(2, 8, 1))
     with pytest.raises(UserError, match="keeps no 'label'"):
         memory["label"]
+    memory = WorkingMemory(4, 8, payload={"id": [[], torch.int64], "image": ((2,), torch.uint8)})
+    assert memory.payload["id"] == ((), torch.int64)
+    memory.update(isotropic(3, 8, 0), id=torch.arange(3), image=torch.zeros(3, 2, dtype=torch.uint8))
+    with pytest.raises(UserError, match="keeps id, image with each embedding, got img"):
+        memory.refresh(torch.arange(2), isotropic(2, 8, 1), img=torch.zeros(2, 2, dtype=torch.uint8))
+
+
+def test_payload_for_the_host_is_there_whatever_the_default_device():
+    with torch.device("meta"):
+        memory = WorkingMemory(4, 8, payload={"image": ((2,), torch.uint8)}, host="image")
+    assert (memory._stored("image").device.type, memory.device.type) == ("cpu", "meta")
+
+
+def test_compare_by_normalises_as_update_does():
+    memory = WorkingMemory(3, 8, "minred", policy_dim=4, normalize=True)
+    memory.update(isotropic(3, 8, 0), policy_embeddings=isotropic(3, 4, 0))
+    memory.compare_by(2 * isotropic(3, 4, 1))
+    torch.testing.assert_close(memory.compared.double(), isotropic(3, 4, 1))
 
 
 def test_what_is_no_tensor_is_named():

@@ -111,6 +111,17 @@ def test_labels_are_needed_and_not_saved():
     memory.load_state_dict(copy.deepcopy(memory.state_dict()))
 
 
+def test_every_item_has_a_label():
+    for ids, message in (([0, 1, 5], "got ids from 0 to 5"), ([-1, 0, 1], "got ids from -1 to 1")):
+        memory = WorkingMemory(3, 8, Oracle(torch.arange(3)), IDS)
+        with pytest.raises(UserError, match=f"labels of the ids 0 to 2, {message}"):
+            memory.update(isotropic(3, 8, 0), id=torch.tensor(ids))
+        memory = WorkingMemory(3, 8, Oracle(torch.arange(3)), IDS)
+        memory.update(isotropic(3, 8, 0), id=torch.arange(3))
+        with pytest.raises(UserError, match=message):
+            memory.update(isotropic(3, 8, 1), id=torch.tensor(ids))
+
+
 class Nosy(Policy):
     def choose(self, memory, incoming):
         self.seen = memory.arriving["id"].clone()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import normalize
@@ -58,6 +59,54 @@ def test_a_queue_with_an_age_limit_is_still_a_queue():
         assert slots[0] == slots[1]
         assert limited["id"].tolist() == plain["id"].tolist()
         first += count
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_queue_with_an_age_limit_that_a_batch_fills_and_goes_round(seed):
+    counts = torch.randint(0, 14, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
+    limited, plain = (WorkingMemory(8, 2, Fifo(max_age=age), {"id": ((), torch.int64)}) for age in (1, None))
+    first, vector = 0, torch.tensor([[1.0, 0.0]])
+    for count in (4, 0, 0, 0, 12) if not seed else counts:
+        for memory in (limited, plain):
+            memory.update(vector.expand(count, 2), id=torch.arange(first, first + count))
+        assert sorted(limited["id"].tolist()) == sorted(plain["id"].tolist())
+        first += count
+
+
+@pytest.mark.parametrize("policy", [Duel, AdaptiveDuel, MinRed])
+def test_an_age_limit_that_nobody_has_reached_changes_nothing(policy, monkeypatch):
+    limited, plain = (WorkingMemory(16, 8, policy(max_age=age)) for age in (1000, None))
+    monkeypatch.setattr(limited.policy, "refreshed", lambda *given: pytest.fail("nothing was exchanged"))
+    for step in range(6):
+        batch = isotropic(12, 8, step)
+        assert torch.equal(limited.update(batch), plain.update(batch))
+    assert torch.equal(limited.embeddings, plain.embeddings)
+
+
+@pytest.mark.parametrize("name", ["duel", "minred", "adaptive", "fifo"])
+def test_to_refresh_nothing_changes_nothing(name):
+    memory = WorkingMemory(6, 8, name)
+    memory.update(isotropic(9, 8, 0))
+    before = memory.embeddings.clone()
+    memory.refresh(torch.empty(0, dtype=torch.int64), torch.empty(0, 8, dtype=torch.float64))
+    assert torch.equal(memory.embeddings, before)
+
+
+def test_numbers_of_numpy_are_saved_as_what_torch_reads(tmp_path):
+    made = [
+        WorkingMemory(4, 8, Random(seed=np.int64(3)), seed=np.int64(5)),
+        WorkingMemory(4, 8, AdaptiveDuel(target=np.float64(2.0))),
+        WorkingMemory(4, 8, Duel(duel.scores.gaussian(np.float64(0.3)))),
+    ]
+    for memory in made:
+        memory.update(isotropic(6, 8, 0))
+        torch.save(memory.state_dict(), tmp_path / "memory.pt")
+        memory.load_state_dict(torch.load(tmp_path / "memory.pt", weights_only=True))
+        assert memory.sample(4).shape == (4,)
+    with pytest.raises(UserError, match=r"seed must be a whole number, got 1\.5"):
+        WorkingMemory(4, 8, seed=1.5)
+    with pytest.raises(UserError, match=r"seed must be a whole number, got 1\.5"):
+        Random(seed=1.5)
 
 
 def test_an_age_limit_is_shown():

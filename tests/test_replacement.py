@@ -437,3 +437,11 @@ def test_the_users_matmul_precision_is_left_as_it_was():
             assert getattr(matmul, name) == value
     finally:
         setattr(matmul, name, before)
+
+
+@pytest.mark.filterwarnings("error")
+def test_embeddings_that_require_a_gradient_are_taken_as_they_are():
+    memory, incoming = (isotropic(count, 8, 0).requires_grad_() for count in (6, 3))
+    done = duel.replace(memory, incoming)
+    assert not done.duplicates.requires_grad
+    assert torch.equal(done.slots, duel.replace(memory.detach(), incoming.detach()).slots)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,6 +145,13 @@ def test_the_name_of_a_mix_is_read_as_that_mix(given, name):
     assert again.name == name
     x = torch.linspace(-1, 1, 101)
     assert torch.equal(again(x), mixed(x))
+
+
+def test_a_width_of_numpy_is_the_same_width():
+    width = np.geomspace(0.01, 1, 7)[1]
+    assert scores.gaussian(width) == scores.gaussian(float(width)) == scores.get(scores.gaussian(width).name)
+    weights = np.array([0.1, 0.9])
+    assert scores.mix("linear", "gaussian", weights=weights).name == "0.1*linear+0.9*gaussian:1"
 
 
 def test_a_mix_needs_single_scores_and_a_weight_for_each():

@@ -193,12 +193,26 @@ def test_each_item_once_in_order(resident: bool) -> None:
         ({"dwell": 0}, "dwell must be a whole number of frames per item, at least 1, got 0"),
         ({"dwell": 1.5}, "got 1.5"),
         ({"ids": [5, 3]}, "ids must be a tensor, int64"),
+        ({"ids": torch.arange(50) > 20}, r"got a mask: pass mask.nonzero\(\).flatten\(\)"),
+        ({"ids": torch.arange(10.0)}, "ids must be whole numbers of shape"),
+        ({"ids": torch.arange(10).view(2, 5)}, r"shape \(n,\), got torch.int64 \(2, 5\)"),
+        ({"ids": torch.arange(41, 51)}, "ids must be between 0 and 49, got 41 to 50"),
+        ({"ids": torch.arange(-1, 9)}, "ids must be between 0 and 49, got -1 to 8"),
         ({"weights": class_weights(6)}, "class 5 has no images"),
     ],
 )
 def test_wrong_settings(settings: dict[str, object], says: str) -> None:
     with pytest.raises(UserError, match=says):
         make(numbered(), **settings)
+
+
+def test_what_is_no_number_of_an_item_is_refused_elsewhere_too() -> None:
+    mask = torch.arange(50) > 20
+    with pytest.raises(UserError, match="got a mask"):
+        next(batches(numbered(), batch_size=8, device="cpu", ids=mask))
+    with pytest.raises(UserError, match="got a mask"):
+        numbered().subset(mask)
+    assert len(numbered().subset(mask.nonzero().flatten().int())) == 29
 
 
 def test_a_position_of_another_stream_is_refused() -> None:

@@ -745,3 +745,17 @@ def test_a_resumed_log_keeps_the_checkpoint_s_line_and_drops_later_ones(tmp_path
     events = EventAccumulator(str(tmp_path / runs.TENSORBOARD))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 4.0)]
+
+
+def test_what_can_be_captured_is_the_device_s_own_whatever_was_saved() -> None:
+    config = dataclasses.replace(small(), optimizer="adam", device="cpu")
+    fabric = build_fabric(config)
+    step = TrainingStep(config, Inputs.load(config, fabric.device, test=False), fabric=fabric)
+    step.fill_memory()
+    step()
+    saved = step.state_dict()
+    for group in saved["optimizer"]["param_groups"]:
+        group["capturable"] = True  # as a GPU saves it; torch refuses to go on with it on a CPU
+    step.load_state_dict(saved)
+    assert not any(group["capturable"] for group in step.optimizer.param_groups)
+    step()

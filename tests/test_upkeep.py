@@ -33,6 +33,31 @@ def start(method="simclr", *, fill=True, **changes):
     return step
 
 
+@pytest.mark.parametrize("where", ["memory", "queue"])
+def test_filling_ends_where_all_rows_are_turned_away(where, monkeypatch):
+    """As on a GPU, which does not refuse them at once."""
+    step = start("moco", fill=False, source="memory", queue=24)
+    if where == "queue":
+        step.upkeep.filling = lambda stream, fill=step.upkeep.filling: list(fill(stream))
+        list(step.upkeep.filling(step.stream))
+    broken = getattr(step, where)
+
+    def turned_away(embeddings, second):
+        broken._rejected += len(embeddings)
+        return embeddings, embeddings, torch.zeros(len(embeddings), dtype=torch.bool)
+
+    monkeypatch.setattr(broken, "_examine", turned_away)
+    with pytest.raises(UserError, match="8 embeddings were not finite"):
+        step.fill_memory()
+
+
+def test_a_batch_fits_into_the_memory_that_the_images_leave(tmp_path):
+    np.savez(tmp_path / "few.npz", images=np.zeros((40, 8, 8, 3), np.uint8))
+    wanted = r"batch_size 64 is larger than the memory .* it has 40 slots, one for each image of .*few.npz; lower"
+    with pytest.raises(UserError, match=wanted):
+        start(source="memory", data=str(tmp_path / "few.npz"), bias=1.0, batch_size=64, memory_size=128, stream_batch=8)
+
+
 def spy(step):
     """The outputs of the training passes to come."""
     seen, forward = [], step._forward

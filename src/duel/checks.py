@@ -18,6 +18,13 @@ def is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def check_seed(seed: object) -> int:
+    """A whole number as Python's own: NumPy's would be saved as what torch.load refuses."""
+    if not is_whole(seed):
+        raise UserError(f"seed must be a whole number, got {seed!r}")
+    return int(seed)  # type: ignore[call-overload, no-any-return]
+
+
 def is_narrow(dtype: torch.dtype) -> bool:
     """Whether a floating-point type has less than single precision, by which unit rows are a per mille off."""
     return dtype.itemsize < 4
@@ -84,7 +91,7 @@ def check_spec(given: object) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         fits = isinstance(spec, tuple | list) and len(spec) == 2 and isinstance(spec[1], torch.dtype)
         if not fits or not isinstance(spec[0], tuple | list) or not all(is_whole(n) and n >= 0 for n in spec[0]):
             raise UserError(f"payload {name!r} must be (shape, dtype), for instance ((3,), torch.uint8), got {spec!r}")
-    return dict(given or {})
+    return {name: (tuple(shape), dtype) for name, (shape, dtype) in (given or {}).items()}
 
 
 def check_payload(

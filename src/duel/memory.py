@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from duel import policies
-from duel.checks import PayloadSpec, acceptable_rows, check_payload, check_rows, check_tensor, is_narrow
+from duel.checks import PayloadSpec, acceptable_rows, check_payload, check_rows, check_seed, check_tensor, is_narrow
 from duel.compiling import eagerly
 from duel.errors import UserError
 from duel.hashing import uniform
@@ -69,7 +69,7 @@ class WorkingMemory(Storage):
         seed: int = 0,
     ) -> None:
         super().__init__(size, dim, payload, policy_dim=policy_dim, dtype=dtype, host=host)
-        self.normalize, self.seed = normalize, seed
+        self.normalize, self.seed = normalize, check_seed(seed)
         self.arriving = {}
         self.policy = policies.get(policy)
         self.policy.attach(self)
@@ -111,7 +111,10 @@ class WorkingMemory(Storage):
         return torch.sort(self.staleness, descending=True, stable=True).indices[: max(0, n)]
 
     def expected_duplicates(self, score: Any = None) -> Tensor:
-        """float64 (filled,): N(j), by the policy's score (linear where it has none) unless another is named."""
+        """float64 (filled,): N(j), by the policy's score (linear where it has none) unless another is named.
+
+        AdaptiveDuel fits its width when the memory becomes full; before, its score is the sharpest that it has.
+        """
         own = getattr(self.policy, "score", None)
         if score is None and self.full and isinstance(self.policy, policies.Duel):
             return self.policy.carried(self).clone()
@@ -204,7 +207,8 @@ class WorkingMemory(Storage):
                 "slots must differ from each other, got some twice. (Slots that update() returned may: a later "
                 "newcomer can take an earlier one's slot. What update() placed is fresh already)"
             )
-        wanted = {name: spec for name, spec in self.payload.items() if name in payload}
+        known = payload.keys() <= self.payload.keys()
+        wanted = {name: spec for name, spec in self.payload.items() if name in payload or not known}
         check_payload(payload, wanted, slots.shape[0], self.device, anywhere=self.host)
         fresh, compared, accepted = self._examine(embeddings, policy_embeddings)
         old = self.compared[slots]
@@ -229,6 +233,7 @@ class WorkingMemory(Storage):
         """
         if self._compared is None:
             raise UserError("compare_by is for a memory with a second vector per slot: build it with policy_dim")
+        vectors = self._normalised(vectors)
         check_rows(vectors, "vectors", self._compared.shape[1], self.device)
         if vectors.shape[0] != self._filled:
             raise UserError(f"vectors must have a row for each of the {self._filled} filled slots, got {len(vectors)}")
@@ -285,12 +290,14 @@ class WorkingMemory(Storage):
         present = policies.takes_part(incoming[:count])
         distinct = oldest[turns(present)]  # the i-th newcomer that takes part gets the i-th oldest slot
         overdue = present & (self.age[distinct] > limit)
+        forced = torch.full((incoming.shape[0],), -1, dtype=torch.int64, device=incoming.device)
+        if overdue.device.type == "cpu" and not bool(overdue.any()):
+            return forced
         stored = self._embeddings if self._compared is None else self._compared
         old = stored[distinct]
         stored.index_copy_(0, distinct, torch.where(overdue[:, None], incoming[:count].to(stored.dtype), old))
         self._admitted_at.index_copy_(0, distinct, torch.where(overdue, self._clock, self._admitted_at[distinct]))
         self.policy.refreshed(self, distinct, old)
-        forced = torch.full((incoming.shape[0],), -1, dtype=torch.int64, device=incoming.device)
         forced[:count] = torch.where(overdue, distinct, -1)
         return forced
 
@@ -325,11 +332,12 @@ class WorkingMemory(Storage):
         accepted: Tensor | None = None
         for vectors, (name, dim) in zip(rows, names, strict=False):
             check_rows(vectors, name, dim, self.device)
-            if vectors.device.type != "cpu":
-                good = acceptable_rows(vectors)
-                accepted = good if accepted is None else accepted & good
         if second is not None and second.shape[0] != embeddings.shape[0]:
             raise UserError(f"policy_embeddings has {second.shape[0]} rows, embeddings {embeddings.shape[0]}")
+        if self.device.type != "cpu":
+            for vectors in rows:
+                good = acceptable_rows(vectors)
+                accepted = good if accepted is None else accepted & good
         if accepted is not None:
             self._rejected += (~accepted).sum()
         stored = [widened(v.detach(), self._embeddings.dtype) for v in rows]

@@ -85,7 +85,10 @@ class LARS(torch.optim.Optimizer):
                 g * torch.where((w > 0) & (n > 0), group["trust"] * w / n, 1.0)
                 for g, (w, n) in zip(grads, norms, strict=True)
             ]
-        buffers: Any = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers: Any = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_mul_(buffers, group["momentum"])
         torch._foreach_add_(buffers, grads)
         moves: Any = torch._foreach_mul(buffers, group["lr"])

@@ -19,8 +19,6 @@ from duel.checks import is_narrow
 from duel.errors import UserError
 from duel.names import SCORE_FORMS, check_weight, check_width, score_parts
 
-ScoreLike = "Score | str | Callable[[Tensor], Tensor]"
-
 
 class Score:
     """h(x) = (g(x) - floor) · scale, with g chosen by `kind`; x is clamped to [-1, 1] first.
@@ -95,14 +93,14 @@ quadratic = Score("quadratic", "quadratic")
 
 def shape_parameters(kind: str, tau: float) -> tuple[float, float, float]:
     """(width, floor, scale) of a gaussian or exponential score of width τ, so that h(-1) = 0 and h(1) = 1."""
-    check_width(kind, tau)
+    check_width(kind, tau := float(tau))
     floor = math.exp((-4.0 if kind == "gaussian" else -2.0) / tau)
     return -1.0 / tau, floor, 1.0 / (1.0 - floor)
 
 
 def _with_width(kind: str, tau: float) -> Score:
     width, floor, scale = shape_parameters(kind, tau)
-    return Score(f"{kind}:{_written(tau)}", kind, width=width, floor=floor, scale=scale)
+    return Score(f"{kind}:{_written(float(tau))}", kind, width=width, floor=floor, scale=scale)
 
 
 def _written(number: float) -> str:
@@ -127,7 +125,7 @@ def mix(*parts: Score | str, weights: Sequence[float] = ()) -> Score:
     weights: one for each, divided by their sum, so that h(1) = 1; by default all alike.
     """
     scores = [get(part) for part in parts]
-    weights = weights or [1.0] * len(scores)
+    weights = [float(weight) for weight in weights] if len(weights) else [1.0] * len(scores)
     if not scores or len(weights) != len(scores):
         raise UserError(f"mix needs at least one score and as many weights, got {len(scores)} and {len(weights)}")
     for score, weight in zip(scores, weights, strict=True):

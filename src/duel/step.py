@@ -29,7 +29,7 @@ from .methods import Method, StepOutput, build, settings_of
 from .methods.base import Encoded, NegativeSource
 from .optimizers import Schedule, build_optimizer
 from .streams import Beside
-from .upkeep import Snapshot, Upkeep, build_memory, build_queue
+from .upkeep import Snapshot, Upkeep, build_memory, build_queue, slots_for
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -70,6 +70,11 @@ class TrainingStep:
             raise UserError(
                 f"stream_batch {config.stream_batch} is larger than the data: {inputs.train.name} has "
                 f"{inputs.items} images; lower stream_batch"
+            )
+        if config.source == "memory" and config.batch_size > (slots := slots_for(config, inputs)):
+            raise UserError(
+                f"batch_size {config.batch_size} is larger than the memory that batches are drawn from: it has {slots} "
+                f"slots, one for each image of {inputs.train.name}; lower batch_size"
             )
         self.config, self.fabric = config, fabric
         device = self.device = fabric.device
@@ -235,9 +240,11 @@ class TrainingStep:
         for count in self.upkeep.filling(self.stream):
             yield f"filling the memory: {count:,} of {self.upkeep.memory.size:,}"
         while self.queue is not None and not self.queue.full:
-            count = min(self.queue.size - len(self.queue), self.config.batch_size)
-            images, ids = self.upkeep.draw(count)
+            before = len(self.queue)
+            images, ids = self.upkeep.draw(min(self.queue.size - before, self.config.batch_size))
             self.queue.update(self._encode(images, augmented=True).projections, id=ids)
+            if len(self.queue) == before:
+                self.queue.check()
             yield f"filling the queue: {len(self.queue):,} of {self.queue.size:,} (--queue)"
 
     def read_loss(self) -> tuple[float, int | None]:
@@ -280,9 +287,12 @@ class TrainingStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.method.load_state_dict(state["method"])
+        groups = self.optimizer.param_groups
+        # a copy of the rate would be out of the schedule's reach; what can be captured is a matter of the device
+        own: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]
         self.optimizer.load_state_dict(state["optimizer"])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.lr  # loading put a copy in its place, which the schedule would not reach
+        for group, kept in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(kept)
         if self.upkeep is not None:
             self.upkeep.load_state_dict(state)
         if self.queue is not None:

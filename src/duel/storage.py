@@ -55,8 +55,8 @@ class Storage(nn.Module):
         for name, value in (("size", size), ("dim", dim), ("policy_dim", policy_dim)):
             if value is not None and (not is_whole(value) or value < 1):
                 raise UserError(f"{name} must be a whole number >= 1, got {value!r}")
-        if not dtype.is_floating_point:
-            raise UserError(f"dtype must be a floating-point type, got {dtype}")
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise UserError(f"dtype must be a floating-point type of 16 bits or more, got {dtype}")
         self.size, self.dim = int(size), int(dim)  # NumPy's would be saved as what torch.load refuses
         self.policy_dim = None if policy_dim is None else int(policy_dim)
         self.payload, self.host = check_spec(payload), frozenset([host] if isinstance(host, str) else host)
@@ -67,7 +67,8 @@ class Storage(nn.Module):
         for name, (shape, kind) in self.payload.items():
             if not name.isidentifier() or name in ("self", "slots", "embeddings", "policy_embeddings", "evicted"):
                 raise UserError(f"payload name {name!r} cannot be used; take another plain name")
-            self.register_buffer(_buffer(name), torch.zeros(size, *shape, dtype=kind))
+            where = "cpu" if name in self.host else None  # not the default device, if that is another
+            self.register_buffer(_buffer(name), torch.zeros(size, *shape, dtype=kind, device=where))
         for name in ("_admitted_at", "_encoded_at"):
             self.register_buffer(name, torch.zeros(size, dtype=torch.int64))
         for name in ("_clock", "_rejected", "_draws"):

@@ -50,12 +50,14 @@ class Upkeep:
         memory = self.memory
         while not memory.full:
             images, ids = stream.next()
-            room = memory.size - len(memory)
+            room, before = memory.size - len(memory), len(memory)
             images, ids = images[:room], ids[:room]
             encoded = self.encode(images)
             if self.centre is not None and len(ids) == room:
                 self.recentre(encoded.features)  # before the memory is full and the policy counts
             self._offer(encoded, images, ids)
+            if len(memory) == before:
+                memory.check()  # a GPU turns bad rows away, and there may be no others
             yield len(memory)
 
     def draw(self, count: int) -> tuple[Tensor, Tensor]:

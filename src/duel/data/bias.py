@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from duel.errors import UserError, suggest
 
-BiasKind = Literal["dominant", "longtail", "weights"]
 KINDS = ("dominant", "longtail", "weights")
 
 

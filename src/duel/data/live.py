@@ -121,7 +121,8 @@ class LiveStream:
 
 
 def _arrays(images: Any) -> list[NDArray[Any]]:
-    """What an iterable gave at a time. Of several things labels have fewer than two dimensions."""
+    """What an iterable gave at a time: an image, several, or one (or a batch) with labels, masks or the like, whose
+    dimensions are others."""
     from PIL.Image import Image
 
     def one(image: Any) -> NDArray[Any]:
@@ -132,8 +133,12 @@ def _arrays(images: Any) -> list[NDArray[Any]]:
     if not isinstance(images, tuple | list) or not images:
         return [one(images)]
     first, *others = images
-    rest = [one(other) for other in others]
-    return [one(first), *(rest if all(array.ndim > 1 for array in rest) else ())]
+    image, rest = one(first), [one(other) for other in others]
+    alike = [array.ndim == image.ndim or array.shape[-3:] == image.shape[-3:] for array in rest]
+    if any(alike) and not all(alike) and all(array.ndim > 1 for array in rest):
+        shapes = ", ".join(str(array.shape) for array in (image, *rest))
+        raise UserError(f"the stream gave arrays of shapes {shapes} at once; which are images? Give these alone")
+    return [image, *(rest if all(alike) else ())]
 
 
 def raw_frames(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:

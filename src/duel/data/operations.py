@@ -27,27 +27,6 @@ def _luma(images: Tensor) -> Tensor:
     return (red * LUMA[0]).add_(green, alpha=LUMA[1]).add_(blue, alpha=LUMA[2])
 
 
-def _blend(images: Tensor, other: Tensor, factor: Tensor) -> Tensor:
-    """factor * images + (1 - factor) * other, cut to 0..1; factor (b,)."""
-    factor = _per_image(factor)
-    return torch.addcmul(other * (1 - factor), images, factor).clamp_(0, 1)
-
-
-def adjust_brightness(images: Tensor, factor: Tensor) -> Tensor:
-    """factor (b,), >= 0: 0 is black, 1 leaves the image."""
-    return (images * _per_image(factor)).clamp_(0, 1)
-
-
-def adjust_contrast(images: Tensor, factor: Tensor) -> Tensor:
-    """factor (b,), >= 0: 0 is the image's mean grey, 1 leaves the image."""
-    return _blend(images, _luma(images).mean((1, 2, 3), keepdim=True), factor)
-
-
-def adjust_saturation(images: Tensor, factor: Tensor) -> Tensor:
-    """factor (b,), >= 0: 0 is grey, 1 leaves the image."""
-    return _blend(images, _luma(images), factor)
-
-
 def adjust_hue(images: Tensor, shift: Tensor) -> Tensor:
     """shift (b,) in -0.5..0.5 turns of the HSV hue circle.
 

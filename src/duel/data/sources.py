@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from duel.checks import check_tensor
 from duel.errors import UserError, suggest
 
 Split = Literal["train", "test"]
@@ -113,7 +114,7 @@ class ArraySource:
 
     def subset(self, ids: Tensor) -> ArraySource:
         """These images only, renumbered 0..; classes keep their numbers."""
-        ids = ids.cpu()
+        ids = check_items(ids, len(self))
         labels = None if self.labels is None else self.labels[ids]
         paths = None if self.paths is None else self.paths[ids.numpy()]
         return self._with(self.images(ids.to(self.data.device)), labels, paths)
@@ -130,6 +131,19 @@ class ArraySource:
         )
         made.has_test = self.has_test
         return made
+
+
+def check_items(ids: Tensor, count: int) -> Tensor:
+    """Numbers of some of `count` items, as int64 on the CPU; refuses a mask, fractions, and numbers that none has."""
+    check_tensor(ids, "ids", "int64 (n,)")
+    if ids.dtype == torch.bool:
+        raise UserError("ids must be the numbers of items, got a mask: pass mask.nonzero().flatten()")
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
+        raise UserError(f"ids must be whole numbers of shape (n,), got {ids.dtype} {tuple(ids.shape)}")
+    ids = ids.detach().to("cpu", torch.int64)
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+        raise UserError(f"ids must be between 0 and {count - 1}, got {int(ids.min())} to {int(ids.max())}")
+    return ids
 
 
 def split_ids(n: int, labels: Tensor, *, test_size: int, seed: int = 0) -> tuple[Tensor, Tensor]:

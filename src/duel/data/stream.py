@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from duel.checks import check_tensor, is_whole
+from duel.checks import is_whole
 from duel.data.bias import ClassDraw
 from duel.data.folder import FolderSource
-from duel.data.sources import ArraySource, Source
+from duel.data.sources import ArraySource, Source, check_items
 from duel.errors import UserError
 
 DRAW_BLOCK = 65_536
@@ -68,7 +68,7 @@ class Order:
         self, source: Source, *, seed: int, ids: Tensor | None, weights: Tensor | None, dwell: int = 1
     ) -> None:
         self.seed, self.dwell = seed, dwell
-        self.ids = torch.arange(len(source)) if ids is None else ids.detach().cpu().long()
+        self.ids = torch.arange(len(source)) if ids is None else ids
         self.shift = DWELL_SHIFT * max(source.shape[1:]) / 32
         self.draw: ClassDraw | None = None
         if weights is not None:
@@ -191,8 +191,7 @@ class Stream:
                 f"a Stream goes through a duel.data.Source, whose items have numbers, got a {type(source).__name__}; "
                 "make one of arrays with duel.data.ArraySource. What never ends is for duel.train(config, frames=…)"
             )
-        if ids is not None:
-            check_tensor(ids, "ids", "int64 (n,)")
+        ids = None if ids is None else check_items(ids, len(source))
         n = len(source) if ids is None else len(ids)
         if batch_size < 1:
             raise UserError(f"batch_size must be at least 1, got {batch_size}")
@@ -272,7 +271,7 @@ def batches(
     ids are those asked for; a file found unreadable on the way is shown as the next one of its class.
     """
     device = torch.device(device)
-    chosen = torch.arange(len(source)) if ids is None else ids.detach().cpu().long()
+    chosen = torch.arange(len(source)) if ids is None else check_items(ids, len(source))
     pieces = torch.split(chosen, batch_size)
     if isinstance(source, ArraySource) and source.resident:
         source = source.to(device)

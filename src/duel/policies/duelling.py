@@ -199,7 +199,7 @@ class AdaptiveDuel(Duel):
         if every < 1:
             raise UserError(f"every must be at least 1 step, got {every}")
         super().__init__(scores.exponential(), admit=admit, engine=engine, max_age=max_age)
-        self.kind, self.target, self.every = kind, target, every
+        self.kind, self.target, self.every = kind, float(target), every
         rungs = [scores.shape_parameters(kind, tau) for tau in self.WIDTHS]
         self.register_buffer("ladder", torch.tensor(rungs, dtype=torch.float64), persistent=False)
         self.register_buffer("rung", torch.zeros((), dtype=torch.int64))

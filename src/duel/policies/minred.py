@@ -80,7 +80,7 @@ class MinRed(Counting):
         self._counted = True
 
     def refreshed(self, memory: WorkingMemory, slots: Tensor, old: Tensor) -> None:
-        if not self._counted:
+        if not self._counted or not slots.shape[0]:
             return
         if 2 * slots.shape[0] >= memory.size:
             self._count(memory)

@@ -54,10 +54,23 @@ class Oracle(Policy):
         check_ids(memory, "oracle")
         super().attach(memory)
 
+    def _check_known(self, ids: Tensor) -> None:
+        """That every item has a label, where looking costs no synchronisation."""
+        if ids.device.type == "cpu" and ids.numel():
+            least, most = ids.numpy().min(), ids.numpy().max()
+            if least < 0 or most >= len(self.labels):
+                raise UserError(
+                    f"policy oracle has labels of the ids 0 to {len(self.labels) - 1}, got ids from {least} to {most}"
+                )
+
+    def filled(self, memory: WorkingMemory) -> None:
+        self._check_known(memory["id"])
+
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
         size, count = memory.size, incoming.shape[0]
         if not count:
             return torch.zeros(0, dtype=torch.int64, device=incoming.device)
+        self._check_known(memory.arriving["id"])
         labels = self.labels
         absent = torch.full((count,), self.classes, dtype=torch.int64, device=incoming.device)
         arriving = torch.where(takes_part(incoming), labels[memory.arriving["id"]], absent)

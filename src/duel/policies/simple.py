@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from duel.checks import check_seed
 from duel.errors import UserError
 from duel.hashing import uniform
 from duel.policies.base import Policy, check_ids, takes_part
@@ -29,7 +30,8 @@ class Fifo(Policy):
         present = takes_part(incoming)
         if self.max_age is not None:  # what has just left for its age was the oldest, at the cursor
             new = memory._admitted_at[self.oldest_first(memory)] == memory._clock
-            self.cursor += new.long().cumprod(0).sum()
+            # no more than were exchanged: slots that this same update has filled are new, too
+            self.cursor += torch.minimum(new.long().cumprod(0).sum(), (~present).sum())
         slots = (self.cursor + turns(present)) % memory.size
         self.cursor += present.sum()
         return torch.where(present, slots, -1)
@@ -44,7 +46,7 @@ class _Seeded(Policy):
 
     def __init__(self, *, seed: int = 0, max_age: int | None = None) -> None:
         super().__init__(max_age=max_age)
-        self.seed = seed
+        self.seed = check_seed(seed)
 
     def extra_repr(self) -> str:
         age = super().extra_repr()

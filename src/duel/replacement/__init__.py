@@ -50,6 +50,7 @@ class Counted(NamedTuple):
 
 
 @eagerly
+@torch.no_grad()
 def replace(
     memory: Tensor,
     incoming: Tensor,
