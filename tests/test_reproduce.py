@@ -784,3 +784,19 @@ def test_the_commit_may_be_told_where_git_cannot_be_asked(monkeypatch: pytest.Mo
     monkeypatch.setenv(runs.COMMIT_VARIABLE, "f00d")
     monkeypatch.setenv("PATH", "")
     assert runs.describe(torch.device("cpu"))["commit"] == "f00d"
+
+
+def test_raw_pixels_of_a_scale_that_resizes_images_are_of_that_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resized = dataclasses.replace(SCALES["smoke"], settings={**SCALES["smoke"].settings, "image_size": 4})
+    monkeypatch.setitem(SCALES, "smoke", resized)  # type: ignore[arg-type]
+    path = measure_pixels("smoke", tmp_path, progress=False)
+    assert path == tmp_path / "pixels-digits-4px.json"
+    assert store.pixels([tmp_path], "digits") is None
+    found = store.pixels([tmp_path], "digits-4px")
+    assert found is not None
+    assert 0.8 < found["top1_test_to_train"] < 0.975  # 8 pixels have 97.6
+    assert SCALES["tiny"].images == "cifar10-16px"
+    assert {planned.config.image_size for planned in runs_of("all", "tiny")} == {16}
+    assert max(planned.config.memory_size for planned in runs_of("all", "tiny")) == 8192
