@@ -254,6 +254,36 @@ def test_a_probe_that_has_not_fitted_is_said(result):
     assert "has not fitted" not in caption(probe_train=0.0, probe_diverged=True)
 
 
+OTHERS = {
+    "batchnorm_images": 20, "neighbours": 3, "temperature": 5.0, "probe_epochs": 1, "probe_lr": 1e-4,
+    "probe_momentum": 0.0, "probe_weight_decay": 0.5, "probe_batch_size": 7, "shots": 1, "shot_repeats": 2, "seed": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", OTHERS)
+def test_every_setting_does_something(sources, setting):
+    """But those of how it is carried out: batches, processes, precision."""
+    carried_out = {"batch_size", "workers", "precision"}
+    assert {field.name for field in dataclasses.fields(EvaluationSettings)} == set(OTHERS) | carried_out
+
+    def figures(settings):
+        found = evaluate(Encoder(), *sources, settings=settings, **STATS)
+        per_class = [rate for rates in found["per_class"].values() for rate in rates.values()]
+        return [value for value in found.values() if isinstance(value, float)] + per_class
+
+    settings = dataclasses.replace(QUICK, probe_epochs=2, probe_lr=1e-3)
+    assert figures(settings)[:-1] != figures(dataclasses.replace(settings, **{setting: OTHERS[setting]}))[:-1]
+
+
+def test_shares_by_class_are_those_of_the_measure_they_are_named_after(sources):
+    found = evaluate(Encoder(), *sources, settings=dataclasses.replace(QUICK, probe_epochs=1), **STATS)
+    assert abs(found["knn"] - found["probe"]) > 0.05
+    for name in ("knn", "probe"):  # classes are almost as large as each other
+        shares = list(found["per_class"][name].values())
+        assert sum(shares) / len(shares) == pytest.approx(found[name], abs=0.01)
+        assert found["balanced_accuracy"][name] == pytest.approx(found[name], abs=0.01)
+
+
 def test_progress_can_join_a_display_that_is_shown(sources):
     with Progress(disable=True) as shown:
         task = shown.add_task("training")

@@ -504,6 +504,18 @@ class Broken(Policy):
         self.told = slots
 
 
+@pytest.mark.parametrize("slot", [-2, 4])
+def test_a_slot_that_there_is_not_is_named(slot):
+    class Wrong(duel.policies.Policy):
+        def choose(self, memory, incoming):
+            return torch.full((len(incoming),), slot)
+
+    memory = WorkingMemory(4, 8, Wrong())
+    memory.update(isotropic(4, 8, 0))
+    with pytest.raises(UserError, match=rf"Wrong.choose must return slots below 4, or -1; got \[{slot}\]"):
+        memory.update(isotropic(1, 8, 1))
+
+
 def test_a_policy_that_answers_nonsense_is_named():
     memory = WorkingMemory(4, 8, Broken())
     memory.update(isotropic(4, 8, 0))
@@ -564,3 +576,61 @@ def test_rounded_vectors_are_counted_anew(policy_dim):
     assert state["policy._extra_state"]["counted"]  # which is the caller's
     memory.bfloat16().float()
     assert right(memory)
+
+
+def test_draws_follow_the_seed_and_come_in_random_order():
+    drawn = []
+    for seed in (0, 0, 1):
+        memory = WorkingMemory(40, 8, seed=seed)
+        memory.update(isotropic(40, 8, 0))
+        drawn.append(memory.sample(30).tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0] != sorted(drawn[0])
+    assert drawn[0] != sorted(drawn[0], reverse=True)
+
+
+def test_expected_duplicates_by_another_score_than_the_policy_s():
+    memory = WorkingMemory(12, 8, Duel("linear"))
+    memory.update(isotropic(12, 8, 0))
+    wanted = duel.expected_duplicates(memory.embeddings, "gaussian:0.1")
+    assert torch.equal(memory.expected_duplicates("gaussian:0.1"), wanted)
+    assert not torch.allclose(memory.expected_duplicates(), wanted)
+
+
+def test_a_refused_row_is_not_refreshed(monkeypatch):
+    """As on a GPU; the others are, and the item stays as it was."""
+    monkeypatch.setattr(WorkingMemory, "_examine", examine_as_on_a_gpu)
+    memory = WorkingMemory(6, 8, Duel("gaussian:0.1"))
+    memory.update(isotropic(6, 8, 0))
+    before, fresh = memory.embeddings.clone(), isotropic(3, 8, 1).float()
+    fresh[1] = float("nan")
+    memory.refresh(torch.tensor([4, 2, 0]), fresh)
+    assert torch.equal(memory.embeddings[[4, 0]], fresh[[0, 2]])
+    assert torch.equal(memory.embeddings[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
+    wanted = duel.expected_duplicates(memory.embeddings, "gaussian:0.1")
+    torch.testing.assert_close(memory.expected_duplicates(), wanted, atol=1e-6, rtol=0)
+
+
+def test_what_left_is_told_where_a_batch_with_refused_rows_fills_the_memory(monkeypatch):
+    """As on a GPU: six fill the memory, of which the seventh to be accepted replaces one that was there before."""
+    monkeypatch.setattr(WorkingMemory, "_examine", examine_as_on_a_gpu)
+    memory = WorkingMemory(4, 8, "fifo", {"id": ((), torch.int64)})
+    memory.update(isotropic(2, 8, 0).float(), id=torch.arange(2))
+    held, rows = memory.embeddings.clone(), isotropic(5, 8, 1).float()
+    rows[[0, 3]] = float("nan")
+    slots, gone = memory.update(rows, id=torch.arange(10, 15), evicted=True)
+    assert slots.tolist() == [-1, 2, 3, -1, 0]
+    assert gone.valid.tolist() == [False] * 4 + [True]
+    assert torch.equal(gone.embeddings[4], held[0])
+    assert gone.payload["id"][4] == 0
+    assert memory["id"].tolist() == [14, 1, 11, 12]
+
+
+def test_an_age_limit_in_a_memory_with_a_second_vector():
+    memory = WorkingMemory(3, 8, Duel("gaussian:0.1", max_age=1), policy_dim=4)
+    for step in range(4):
+        second = isotropic(3, 4, step).float()
+        memory.update(isotropic(3, 8, step).float(), policy_embeddings=second)
+    assert torch.equal(memory.compared.sort(0).values, second.sort(0).values)
+    wanted = duel.expected_duplicates(memory.compared, "gaussian:0.1")
+    torch.testing.assert_close(memory.expected_duplicates(), wanted, atol=1e-6, rtol=0)

@@ -445,3 +445,17 @@ def test_embeddings_that_require_a_gradient_are_taken_as_they_are():
     done = duel.replace(memory, incoming)
     assert not done.duplicates.requires_grad
     assert torch.equal(done.slots, duel.replace(memory.detach(), incoming.detach()).slots)
+
+
+def test_pairs_are_counted_a_block_at_a_time(monkeypatch):
+    """Blocks beside the diagonal count for both sides; slots that changed are exchanged a few at a time."""
+    memory, score, e = isotropic(1400, 8, 0), scores.get("gaussian:0.1"), exponent(1400)
+    monkeypatch.setattr("duel.replacement.units.CHUNK_ELEMENTS", {"cpu": 512 * 600})
+    h = score(memory @ memory.T).fill_diagonal_(0.0)
+    total = total_units(score, memory, e)
+    assert (total * 2.0**-e - h.sum(1)).abs().max() < 1e-4
+    slots, fresh = torch.arange(3, 1400, 100), isotropic(14, 8, 1)
+    after = memory.index_copy(0, slots, fresh)
+    monkeypatch.setattr("duel.replacement.units.CHUNK_ELEMENTS", {"cpu": 1400 * 4})
+    exchanged = exchange_units(total, after, slots, memory[slots], score, e)
+    assert torch.equal(exchanged, total_units(score, after, e))

@@ -100,10 +100,12 @@ def test_evidence_is_found_by_config_whatever_the_seed() -> None:
 
 
 def test_a_cost_is_that_of_runs_that_had_the_device_to_themselves() -> None:
-    def costs(jobs: int, seconds: float, literal: int = 2, gpu: str = "G") -> Verdict:
-        how: Any = {"jobs": jobs, "gpu_seconds": seconds, "peak_gpu_memory_mb": 2400}
+    def costs(
+        jobs: int, seconds: float, literal: int = 2, gpu: str = "G", mb: int = 2400, commit: str = "0123456789"
+    ) -> Verdict:
+        how: Any = {"jobs": jobs, "gpu_seconds": seconds, "peak_gpu_memory_mb": mb}
         ours = record("d-simclr-literal", 27, literal, 0.5, **how)
-        ours = dataclasses.replace(ours, values={**ours.values, "hardware": {"gpu": gpu}})
+        ours = dataclasses.replace(ours, values={**ours.values, "hardware": {"gpu": gpu}, "commit": commit})
         return judged([record("simclr", 27, 2, 0.5, jobs=1), ours], claims.PAPER, "D-SimCLR (literal) costs")
 
     assert costs(1, 90.0).words == "holds"
@@ -112,6 +114,12 @@ def test_a_cost_is_that_of_runs_that_had_the_device_to_themselves() -> None:
     assert costs(2, 90.0).words == "not yet measured"
     assert costs(1, 90.0, literal=3).words == "not yet measured"  # another seed
     assert costs(1, 90.0, gpu="another").words == "not yet measured"
+    # a tenth more than the paper's ratios, 1.88 and 1.22, and not more, in time and in memory
+    assert costs(1, 102.0).words == "holds"
+    assert costs(1, 105.0).words == "does not hold"
+    assert costs(1, 90.0, mb=2660).words == "holds"
+    assert costs(1, 90.0, mb=2720).words == "does not hold"
+    assert costs(1, 90.0, commit="another").words == "not yet measured"
 
 
 def test_runs_that_no_row_has_any_more_are_not_shown() -> None:

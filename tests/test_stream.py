@@ -124,6 +124,9 @@ def test_dwell_shows_runs_of_nearly_identical_frames() -> None:
     error = torch.stack([(s / g - inner).abs().amax((-1, -2, -3)) for s, g in zip(shifts, gain, strict=True)]).amin(0)
     assert error.max() < 2
     assert later.mean() / first.mean() == pytest.approx(1, abs=0.03)
+    lighter = (later.mean((-1, -2, -3)) / first.mean((-1, -2, -3))).std()
+    assert float(lighter) == pytest.approx(0.1 / 3**0.5, rel=0.2)  # gains are uniform within a tenth
+    assert stream.epoch == 1  # 160 frames of 40 items
 
 
 def test_batches_are_written_into_given_tensors() -> None:

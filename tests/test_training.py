@@ -759,3 +759,20 @@ def test_what_can_be_captured_is_the_device_s_own_whatever_was_saved() -> None:
     step.load_state_dict(saved)
     assert not any(group["capturable"] for group in step.optimizer.param_groups)
     step()
+
+
+def test_as_many_checkpoints_are_kept_as_asked_for() -> None:
+    go(small(steps=8, checkpoint_every=2, keep=3))
+    assert len(list(Path("run").glob("checkpoints/*"))) == 3
+
+
+def test_metrics_go_to_wandb_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: dict[int, dict[str, float]] = {}
+    project: dict[str, Any] = {}
+    logger = SimpleNamespace(log=lambda metrics, step: lines.update({step: metrics}), finish=lambda exit_code: None)
+    module = SimpleNamespace(init=lambda **given: project.update(given) or logger)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    go(small(wandb="mine"))
+    assert project["project"] == "mine"
+    assert sorted(lines) == [2, 4, 6, 8]
+    assert lines[8]["loss"] == pytest.approx(read_metrics(Path("run"))[-1]["loss"])

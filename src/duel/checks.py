@@ -18,13 +18,6 @@ def is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_seed(seed: object) -> int:
-    """A whole number as Python's own: NumPy's would be saved as what torch.load refuses."""
-    if not is_whole(seed):
-        raise UserError(f"seed must be a whole number, got {seed!r}")
-    return int(seed)  # type: ignore[call-overload, no-any-return]
-
-
 def is_narrow(dtype: torch.dtype) -> bool:
     """Whether a floating-point type has less than single precision, by which unit rows are a per mille off."""
     return dtype.itemsize < 4

@@ -7,6 +7,7 @@ import difflib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from numbers import Integral
 from pathlib import Path
 
 
@@ -35,10 +36,11 @@ def check_writable(folder: Path, advice: str) -> None:
             pass
 
 
-def check_seed(seed: int) -> None:
-    """What every generator takes."""
-    if not 0 <= seed < 2**63:
-        raise UserError(f"seed must be >= 0 and below 2^63, got {seed}")
+def check_seed(seed: object) -> int:
+    """What every generator takes, as Python's own number: NumPy's would be saved as what torch.load refuses."""
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**63:
+        raise UserError(f"seed must be a whole number >= 0 and below 2^63, got {seed!r}")
+    return int(seed)
 
 
 def suggest(what: str, name: object, valid: Iterable[str], *, shown: Iterable[str] | None = None) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from duel import policies
-from duel.checks import PayloadSpec, acceptable_rows, check_payload, check_rows, check_seed, check_tensor, is_narrow
+from duel.checks import PayloadSpec, acceptable_rows, check_payload, check_rows, check_tensor, is_narrow
 from duel.compiling import eagerly
-from duel.errors import UserError
+from duel.errors import UserError, check_seed
 from duel.hashing import uniform
 from duel.replacement import expected_duplicates
 from duel.replacement.units import widened

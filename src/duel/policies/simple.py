@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from duel.checks import check_seed
-from duel.errors import UserError
+from duel.errors import UserError, check_seed
 from duel.hashing import uniform
 from duel.policies.base import Policy, check_ids, takes_part
 from duel.slots import seats, turns
