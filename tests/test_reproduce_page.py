@@ -539,3 +539,14 @@ def test_a_row_s_label_is_its_own() -> None:
     labels = [row.label for row in ROWS.values()]
     assert len(set(labels)) == len(labels)
     assert all(dataclasses.asdict(row)["label"] for row in ROWS.values())
+
+
+def test_a_scale_that_is_run_in_part_shows_what_has_been_run() -> None:
+    tiny = SCALES["tiny"]
+    found = page([record("simclr", Data(27.0, dwell=32), 0, 0.5, scale=tiny)])
+    section = found.split("## Scale `tiny`")[1].split("\n## ")[0]
+    assert "on cifar10-16px, 1,500 steps" in section
+    assert "### camera" in section
+    assert "### negative-free" not in section
+    assert "MoCo" not in section.split("### camera")[1]
+    assert "## Scale `tiny`" not in page([])

@@ -51,7 +51,7 @@ class Evidence:
         images."""
         self._costs = costs or {}
         self.pixels = pixels
-        self._own = variation == OWN
+        self._shows_all = variation == OWN and not scale.in_part
         self._judges: dict[str, bool] = {}
         self.scale = scale.varied(variation)
         self._hashes: dict[tuple[str, Data], str] = {}
@@ -89,9 +89,10 @@ class Evidence:
         return self._judges[measure]
 
     def rows(self, grid: str) -> list[str]:
-        """Those of a table that are shown: all, or in a variation of the scale those that have been run."""
+        """Those of a table that are shown: all, or in a variation of the scale, and where only parts of it are run,
+        those that have been."""
         rows = GRIDS[grid].rows
-        return [row for row in rows if self._own or any(self.runs(row, data) for data in GRIDS[grid].data)]
+        return [row for row in rows if self._shows_all or any(self.runs(row, data) for data in GRIDS[grid].data)]
 
     def figures(self, row: str, data: Data, measure: str) -> dict[int, float]:
         """Seed -> per cent, to judge by: without linear probes that have not fitted, which say little of features."""

@@ -111,9 +111,9 @@ class Section:
         return any(map(self.evidence.judges, ("probe", "top1_test_to_train")))
 
     def shows(self, *grids: str) -> bool:
-        """Of the scale as it is all that there is to run; of a variation, tables of which half the rows have been run,
-        and as many more as it takes to show every run."""
-        return self.own or grids in self._tables
+        """Of the scale as it is all that there is to run; of a variation, and of a scale that is run in part, tables of
+        which half the rows have been run, and as many more as it takes to show every run."""
+        return (self.own and not self.evidence.scale.in_part) or grids in self._tables
 
     @cached_property
     def _tables(self) -> list[tuple[str, ...]]:

@@ -34,6 +34,8 @@ class Scale:
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     more_seeds: tuple[int, ...] = ()
     tuned_on: tuple[int, ...] = ()
+    in_part: bool = False
+    """It is there for single questions: the page leaves out what has not been run."""
 
     @property
     def images(self) -> str:
@@ -100,6 +102,7 @@ SCALES: Mapping[str, Scale] = {
             },
             largest_memory=8192,
             more_seeds=(3, 4),
+            in_part=True,
         ),
         Scale(
             "short",
