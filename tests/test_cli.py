@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -32,16 +31,13 @@ def parsed(*args: str) -> TrainConfig:
 
 
 def test_help_is_quick_and_lists_every_command() -> None:
-    began = time.perf_counter()
     code = "import sys; from duel.cli import main; sys.exit(main(['--help']))"
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
-    seconds = time.perf_counter() - began
     for name in ("demo", "train", "evaluate", "export"):
         assert f"• {name}" in done.stdout
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert "tyro" in imported
     assert not imported & {"torch", "timm", "lightning", "torchvision", "sklearn", "numpy"}
-    assert seconds < 10  # under 1 s on an idle machine; this one may be busy
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,14 +190,19 @@ def test_candidates_are_the_most_duplicated_now_and_those_that_may_become_so():
     assert (((found := highest(torch.tensor([1.0, torch.nan, 2.0]), 2)[0]) >= 0) & (found < 3)).all()  # never outside
 
 
-@pytest.mark.parametrize("engine", ["dense", "fused"])
-def test_batches_larger_than_a_block(monkeypatch, engine):
-    module = {"dense": dense, "fused": fused}[engine]
-    monkeypatch.setattr(module, "BLOCK", 7)
+@pytest.mark.parametrize("admit", ["always", "compete"])
+@pytest.mark.parametrize("form", ["dense", "dense by candidates", "fused"])
+def test_batches_larger_than_a_block(monkeypatch, form, admit):
+    engine = form.split()[0]
+    monkeypatch.setattr({"dense": dense, "fused": fused}[engine], "BLOCK", 7)
+    if "candidates" in form:
+        monkeypatch.setattr(dense, "WHOLE", 1)
+        monkeypatch.setattr(dense, "width", lambda newcomers: 8)
     memory, incoming = isotropic(20, 8, 0), isotropic(45, 8, 1)
-    want = replace(memory, incoming, score="quadratic", engine="reference")
-    got = replace(memory, incoming, score="quadratic", engine=engine)
+    want = replace(memory, incoming, score="quadratic", admit=admit, engine="reference")
+    got = replace(memory, incoming, score="quadratic", admit=admit, engine=engine)
     assert got.slots.tolist() == want.slots.tolist()
+    assert (got.duplicates - want.duplicates).abs().max() <= rounding(memory, "quadratic")
 
 
 @pytest.mark.parametrize("admit", ["always", "compete"])

@@ -332,7 +332,7 @@ def test_a_cut_run_goes_on_where_it_stopped(
     assert resumed.over_time("loss") == whole.over_time("loss")
     assert resumed.budget("images_encoded") == whole.budget("images_encoded")
     assert whole.budget("share") == 1
-    assert resumed.budget("share") == pytest.approx(0.5, abs=2e-3)
+    assert resumed.budget("share") == pytest.approx(0.5, abs=2e-2)
 
 
 def test_no_run_is_begun_when_the_time_is_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -524,7 +524,7 @@ def test_processes_of_a_call_that_was_killed_save_and_end(tmp_path: Path) -> Non
     assert list(tmp_path.glob("runs/reproduce/*/checkpoints/*"))
 
 
-def _wait_for(what: Callable[[], bool], seconds: float = 90) -> None:
+def _wait_for(what: Callable[[], bool], seconds: float = 140) -> None:
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end

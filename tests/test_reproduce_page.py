@@ -476,7 +476,6 @@ def _here(folder: Path) -> list[str]:
 # The command --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)  # it takes a quarter of that alone on a core
 def test_a_small_form_of_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,9 +124,23 @@ def test_dwell_shows_runs_of_nearly_identical_frames() -> None:
     error = torch.stack([(s / g - inner).abs().amax((-1, -2, -3)) for s, g in zip(shifts, gain, strict=True)]).amin(0)
     assert error.max() < 2
     assert later.mean() / first.mean() == pytest.approx(1, abs=0.03)
+    best = torch.stack([(s / g - inner).abs().mean((-1, -2, -3)) for s, g in zip(shifts, gain, strict=True)]).argmin(0)
+    dy, dx = best // 5 - 2, best % 5 - 2
+    assert {1, -1} <= set(dy.flatten().tolist()) & set(dx.flatten().tolist())
+    assert (dy != dx).float().mean() > 0.4
     lighter = (later.mean((-1, -2, -3)) / first.mean((-1, -2, -3))).std()
     assert float(lighter) == pytest.approx(0.1 / 3**0.5, rel=0.2)  # gains are uniform within a tenth
     assert stream.epoch == 1  # 160 frames of 40 items
+
+
+def test_a_frame_is_shifted_down_and_to_the_right_edges_repeated() -> None:
+    image = torch.arange(48, dtype=torch.uint8).view(1, 3, 4, 4)
+    down, right = (stream_module.show(image, torch.tensor([shift]), torch.ones(1)) for shift in ([2, 0], [0, 1]))
+    assert torch.equal(down[:, :, 2:], image[:, :, :2])
+    assert torch.equal(down[:, :, 1], image[:, :, 0])
+    assert torch.equal(right[..., 1:], image[..., :3])
+    large = ArraySource(torch.zeros(4, 3, 64, 64, dtype=torch.uint8))
+    assert make(large, batch_size=2, dwell=2).order.shift == 3.0  # 1.5 at 32 pixels
 
 
 def test_batches_are_written_into_given_tensors() -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from duel import checkpoint, recipes, runs, train
+from duel import WorkingMemory, checkpoint, encoder, recipes, runs, train
 from duel.config import TrainConfig
 from duel.errors import UserError
+from duel.methods import Method, build
 from duel.methods.temperature import Temperature
 
 
@@ -48,6 +49,26 @@ def test_it_moves_with_training_and_is_saved(method: str, tmp_path: Path) -> Non
     # after the last of four steps, the value of step 3 (of 0..3)
     wanted = 0.1 + 0.8 * (1 + math.cos(2 * math.pi * 3 / 4)) / 2
     assert float(state["training"]["method"]["temperature.now"]) == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["simclr", "moco"])
+def test_the_loss_is_taken_at_the_temperature_of_the_moment(name: str) -> None:
+    def loss_of(method: Method) -> float:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return float(method.eval()(torch.rand(6, 3, 8, 8), torch.rand(6, 3, 8, 8)).loss)
+
+    def make(**settings: float) -> Method:
+        torch.manual_seed(1)
+        memory = WorkingMemory(12, 16, "fifo", {"id": ((), torch.int64)})
+        memory.update(torch.nn.functional.normalize(torch.randn(12, 16), dim=1), id=torch.arange(12))
+        return build(name, encoder("convnet", dim=16, image_size=8), memory=memory, **settings)
+
+    swinging = make(temperature=0.1, temperature_high=1.0, temperature_cycles=5.0)
+    assert loss_of(swinging) == pytest.approx(loss_of(make(temperature=1.0)), abs=1e-6)
+    swinging.temperature.advance(0.1)  # half of one of five cycles
+    assert loss_of(swinging) == pytest.approx(loss_of(make(temperature=0.1)), abs=1e-5)
+    assert loss_of(make(temperature=0.1)) != pytest.approx(loss_of(make(temperature=1.0)), abs=0.1)
 
 
 def test_settings_reach_the_method_and_mistakes_are_told() -> None:

@@ -113,9 +113,8 @@ class MinRed(Counting):
             residents, _ = highest(bound, count)
             done = _simulated(z, x, skip, residents)
             others = bound.index_fill(0, residents, NONE)
-            top, at = others.amax(), others.argmax()
             slots = torch.where(skip, -1, residents[done.places])
-            doubt = ((done.levels < top) | ((done.levels == top) & (slots > at))) & ~skip
+            doubt = _doubtful(done.levels, slots, others) & ~skip
             bound = others.index_copy(0, residents, done.bounds)
             if z.device.type != "cpu":
                 self.in_doubt += doubt.any()
@@ -126,6 +125,12 @@ class MinRed(Counting):
             count = min(size, 2 * count)
         self.nearest.copy_(bound)
         return slots
+
+
+def _doubtful(levels: Tensor, slots: Tensor, others: Tensor) -> Tensor:
+    """bool (B,): where one of the others (K,), by its bound, might have been the one to leave; of equals the lowest."""
+    top, at = others.amax(), others.argmax()
+    return (levels < top) | ((levels == top) & (slots > at))
 
 
 class _Done(NamedTuple):
