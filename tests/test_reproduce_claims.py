@@ -11,6 +11,7 @@ import pytest
 from duel.reproduce import claims, goals, store, theorems
 from duel.reproduce.evidence import Evidence, shown
 from duel.reproduce.page import page
+from duel.reproduce.paper import BIASES
 from duel.reproduce.plan import DWELL, SCALES, Data
 from duel.reproduce.stats import Summary
 from duel.reproduce.verdicts import Claim, Verdict, conclude, weigh
@@ -363,3 +364,21 @@ def test_the_theory_is_judged_by_running_it() -> None:
         "holds",
         "holds only when h takes the upper value where it jumps",
     ]
+
+
+@pytest.mark.parametrize(("theirs", "words"), [((0.6, 0.2), "holds"), ((0.4, 0.3), "does not hold")])
+def test_d_moco_is_said_to_draw_classes_together_and_apart(theirs: tuple[float, float], words: str) -> None:
+    found = []
+    for bias in BIASES:
+        for seed in (2, 3):
+            for row, (intra, inter) in {"moco": (0.5, 0.25), "d-moco-literal": theirs}.items():
+                cosines = {"intra_class_cosine": intra + 1e-3 * seed, "inter_class_cosine": inter}
+                found.append(record(row, bias, seed, 0.5, evaluation=cosines))
+    assert judged(found, claims.PAPER, "larger intra- and smaller inter-class cosines").words == words
+
+
+@pytest.mark.parametrize(("other", "words"), [(0.6, "holds"), (0.4, "does not hold")])
+def test_other_scores_are_said_to_be_above_the_linear_one(other: float, words: str) -> None:
+    rows = {"d-moco-literal": 0.5, "d-moco-quadratic": other, "d-moco-gaussian1": other}
+    found = [record(row, 27, seed, probe + 1e-3 * seed) for row, probe in rows.items() for seed in (2, 3)]
+    assert judged(found, claims.PAPER, "Table 3: quadratic and gaussian scores are above").words == words
