@@ -125,7 +125,8 @@ class Instruments:
         """
         distinct = self._distinct(found)
         judged = done >= self.patience
-        exchanged = judged or (last and done >= self.turns)  # enough for a policy to have done its work
+        # enough for a policy to have done its work, and different items enough for it to choose from
+        exchanged = (judged or (last and done >= self.turns)) and self._brought(done) >= self.memory.size
         said = {
             "distinct": distinct,
             "unchanged": "" if distinct else self._unchanged(found),
@@ -199,9 +200,12 @@ class Instruments:
             "without --memory-negatives"
         )
 
+    def _brought(self, done: int) -> float:
+        """Different items that the stream can have brought."""
+        return (self.memory.size + done * self.per_update) / self.dwell
+
     def _copies(self, found: dict[str, float], done: int) -> str:
-        distinct, size = found["memory_distinct"], self.memory.size
-        brought = (size + done * self.per_update) / self.dwell  # different items that the stream can have brought
+        distinct, size, brought = found["memory_distinct"], self.memory.size, self._brought(done)
         if not isinstance(self.memory.policy, Duel | MinRed) or distinct * size >= COPIES * min(size, brought):
             return ""
         sharper = self._sharper()
