@@ -36,6 +36,8 @@ from duel.reproduce import store
         ({"method": "byol", "policy": "duel", "space": "backbone"}, "keeps no memory, so policy, space would"),
         ({"stream_batch": 64}, "stream_batch 64 with batch_size 256: with source stream .* must be equal"),
         ({"source": "memory", "stream_batch": 0}, "stream_batch must be >= 1"),
+        ({"dwell_spread": 0.5}, "dwell_spread 0.5 needs a dwell of several frames, got dwell 1"),
+        ({"dwell": 4, "dwell_spread": 1.1}, r"dwell_spread must lie in \[0, 1\], got 1.1"),
         ({"method": "moco", "source": "memory", "memory_negatives": True}, "memory_negatives is for simclr"),
         ({"method": "d-simclr", "memory_negatives": True}, "with source 'stream'"),
         ({"method": "moco", "queue": 64}, "queue is for moco and d-moco with source memory, got 'moco' with source"),

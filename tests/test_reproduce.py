@@ -217,6 +217,19 @@ def test_a_camera_shows_each_image_many_times() -> None:
     assert words(Data(27.0, dwell=32)) == "×27 32 frames"
 
 
+def test_a_camera_that_stops_differs_in_how_long_it_shows_what() -> None:
+    rows = ["simclr", "d-moco-ours"]
+    camera, stops = (
+        {(p.row.name, p.data.bias): p for p in runs_of(grid, "short", seeds=(2,), rows=rows, biases=[27.0])}
+        for grid in ("camera", "stops")
+    )
+    assert camera.keys() == stops.keys() == {(row, 27.0) for row in rows}
+    for which, planned in stops.items():
+        assert camera[which].config.differences(planned.config) == ["dwell_spread: 0.0 -> 0.75"]
+        assert planned.data.name == "x27-dwell32-spread0.75"
+        assert words(planned.data) == "×27 32 frames on average"
+
+
 def test_methods_without_negatives_have_memories_too() -> None:
     plan = runs_of("negative-free", "short", seeds=(2,), biases=[27.0])
     found = {p.row.name: p.config for p in plan}

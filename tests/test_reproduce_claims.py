@@ -260,7 +260,7 @@ def test_frames_are_judged_against_the_plain_row_and_other_memories() -> None:
     for row, probe in (("memory-reservoir", 0.9), ("memory-fifo", 0.5), ("memory-oracle", 0.99)):
         found += [record(f"simclr-{row}", often, s, probe) for s in (2, 3)]
     found += [record("simclr-memory-fifo", 27, s, 0.99) for s in (2, 3)]  # of another stream
-    verdict = judged(found, goals.OURS, "D-SimCLR (ours) is above every other memory on such frames")
+    verdict = judged(found, goals.OURS, "D-SimCLR (ours) is above every other memory on a stream of frames")
     assert "FIFO +30.00" in verdict.evidence
     assert "reservoir -10.00" in verdict.evidence
     assert "oracle" not in verdict.words + verdict.evidence

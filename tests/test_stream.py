@@ -73,7 +73,13 @@ def test_seeds() -> None:
     assert not torch.equal(make(source).next()[1], make(source, seed=4).next()[1])
 
 
-SETTINGS = [{}, {"weights": class_weights(5, bias=9)}, {"ids": torch.arange(20)}, {"dwell": 3}]
+SETTINGS = [
+    {},
+    {"weights": class_weights(5, bias=9)},
+    {"ids": torch.arange(20)},
+    {"dwell": 3},
+    {"dwell": 3, "dwell_spread": 0.7},
+]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -131,6 +137,35 @@ def test_dwell_shows_runs_of_nearly_identical_frames() -> None:
     lighter = (later.mean((-1, -2, -3)) / first.mean((-1, -2, -3))).std()
     assert float(lighter) == pytest.approx(0.1 / 3**0.5, rel=0.2)  # gains are uniform within a tenth
     assert stream.epoch == 1  # 160 frames of 40 items
+
+
+@pytest.mark.parametrize("spread", [0.3, 0.75, 1.0])
+def test_frames_of_an_item_have_a_heavy_tail(spread: float) -> None:
+    n, mean = 20_000, 32
+    lengths = stream_module.frames_each(n, mean, spread, torch.Generator().manual_seed(0))
+    assert lengths.sum() == n * mean
+    assert lengths.min() >= 1
+    # Beyond the first frame a share p of the items has more than u^-spread at u = p, in the unit of the smallest.
+    beyond = (lengths - 1).sort(descending=True).values.double()
+    ratio = beyond[n // 100] / beyond[n // 2]  # rounded to whole frames
+    assert float(ratio) == pytest.approx(50**spread, rel=0.2)
+    assert beyond[0] / beyond[n // 2] > 4000**spread  # the longest of n: u about 1 / n
+    neighbours = torch.corrcoef(torch.stack((lengths[:-1], lengths[1:])).double().log())[0, 1]
+    assert abs(float(neighbours)) < 0.03  # no rounding carried from one to the next
+
+
+def test_a_spread_of_the_dwell_shows_every_item_from_its_first_frame_on() -> None:
+    images = torch.randint(60, 200, (40, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    stream = make(ArraySource(images), dwell=4, dwell_spread=0.75)
+    seen, ids = (torch.cat(t) for t in zip(*[stream.next() for _ in range(20)], strict=True))
+    items, lengths = ids.unique_consecutive(return_counts=True)
+    assert torch.equal(items.sort().values, torch.arange(40))  # 160 frames: each item once, for 4 on average
+    assert lengths.max() > 8
+    first = lengths.cumsum(0) - lengths
+    assert torch.equal(seen[first], images[items])
+    later = torch.ones(len(ids), dtype=torch.bool).index_fill(0, first, False)
+    assert (seen[later] != images[ids[later]]).flatten(1).any(1).float().mean() > 0.9
+    assert stream.epoch == 1
 
 
 def test_a_frame_is_shifted_down_and_to_the_right_edges_repeated() -> None:
@@ -209,6 +244,7 @@ def test_each_item_once_in_order(resident: bool) -> None:
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"dwell": 0}, "dwell must be a whole number of frames per item, at least 1, got 0"),
         ({"dwell": 1.5}, "got 1.5"),
+        ({"dwell": 2, "dwell_spread": 1.5}, r"dwell_spread must lie in \[0, 1\], got 1.5"),
         ({"ids": [5, 3]}, "ids must be a tensor, int64"),
         ({"ids": torch.arange(50) > 20}, r"got a mask: pass mask.nonzero\(\).flatten\(\)"),
         ({"ids": torch.arange(10.0)}, "ids must be whole numbers of shape"),

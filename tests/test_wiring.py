@@ -40,6 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "bias_mode": ({}, "subset"),
     "weights": ({"bias_kind": "weights", "bias": 1.0, "weights": (1.0,) * 10}, (9.0,) + (1.0,) * 9),
     "dwell": ({}, 2),
+    "dwell_spread": ({"dwell": 3}, 0.9),
     "augment": ({}, "paper"),
     "backbone": ({}, "resnet18"),
     "stem": ({"backbone": "resnet18"}, "full"),

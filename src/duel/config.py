@@ -75,6 +75,9 @@ class TrainConfig:
     """Class weights for bias_kind weights; scaled to sum to 1."""
     dwell: int = 1
     """Show every drawn item as this many consecutive, nearly identical frames."""
+    dwell_spread: float = 0.0
+    """0: every item for as long. Up to 1: for dwell frames on average, most for fewer and a few for very many, as a
+    camera that stands still now and then (lengths have a heavy tail, Pareto's with the exponent 1 / dwell_spread)."""
     augment: AugmentName = "standard"
     """Augmentation: standard (SimCLR's), paper (no crop), digits (no mirror, no hue), none."""
 

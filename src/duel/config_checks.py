@@ -53,11 +53,13 @@ def check(config: TrainConfig) -> None:
         if getattr(config, name) is not None:
             _positive(config, name)
     _at_least(config, "bias", 1)
+    if config.dwell_spread and config.dwell == 1:
+        raise UserError(f"dwell_spread {config.dwell_spread} needs a dwell of several frames, got dwell 1")
     if config.adaptive_target is not None:
         _positive(config, "adaptive_target")
         if config.policy != "adaptive":
             raise UserError(f"adaptive_target is for policy adaptive, got policy {config.policy!r}; leave it out")
-    for name in ("momentum", "key_momentum", "lr_end"):
+    for name in ("momentum", "key_momentum", "lr_end", "dwell_spread"):
         value = getattr(config, name)
         if value is not None and not 0 <= value <= 1:
             raise UserError(f"{name} must lie in [0, 1], got {value}")

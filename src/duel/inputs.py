@@ -125,6 +125,7 @@ class Inputs:
             ids=self.ids,
             weights=self.weights,
             dwell=config.dwell,
+            dwell_spread=config.dwell_spread,
             workers=config.workers,
         )
 

@@ -65,9 +65,16 @@ class Order:
     """The endless sequence of frames: block by block, each a function of (seed, block number) alone."""
 
     def __init__(
-        self, source: Source, *, seed: int, ids: Tensor | None, weights: Tensor | None, dwell: int = 1
+        self,
+        source: Source,
+        *,
+        seed: int,
+        ids: Tensor | None,
+        weights: Tensor | None,
+        dwell: int = 1,
+        dwell_spread: float = 0.0,
     ) -> None:
-        self.seed, self.dwell = seed, dwell
+        self.seed, self.dwell, self.dwell_spread = seed, dwell, dwell_spread
         self.ids = torch.arange(len(source)) if ids is None else ids
         self.shift = DWELL_SHIFT * max(source.shape[1:]) / 32
         self.draw: ClassDraw | None = None
@@ -87,10 +94,11 @@ class Order:
         if self.dwell == 1:
             return Frames(items, None, None)
         n = len(items) * self.dwell
-        later = torch.arange(n) % self.dwell > 0  # the first frame is the item itself
-        noise = torch.rand(n, 3, generator=generator).mul_(2).sub_(1).mul_(later.unsqueeze(1))
+        noise = torch.rand(n, 3, generator=generator).mul_(2).sub_(1)
+        lengths = frames_each(len(items), self.dwell, self.dwell_spread, generator)
+        noise[lengths.cumsum(0) - lengths] = 0  # the first frame is the item itself
         shift = (noise[:, :2] * self.shift).round().long()
-        return Frames(items.repeat_interleave(self.dwell), shift, 1 + DWELL_GAIN * noise[:, 2])
+        return Frames(items.repeat_interleave(lengths), shift, 1 + DWELL_GAIN * noise[:, 2])
 
     def batches(
         self, block: int, offset: int, batch_size: int, device: torch.device
@@ -107,6 +115,19 @@ class Order:
                 pieces.append(frames.slice(offset, offset + take))
                 offset, missing = offset + take, missing - take
             yield Frames.join(pieces), block, offset
+
+
+def frames_each(items: int, mean: int, spread: float, generator: torch.Generator) -> Tensor:
+    """How many frames each of some items is shown for, int64 (items,): at least one, `mean` on average to the frame.
+
+    spread 0: all of them equally many. Else what is beyond the first frame goes with u^-spread, u uniform in (0, 1]: a
+    Pareto distribution with the exponent 1 / spread.
+    """
+    if not spread:
+        return torch.full((items,), mean)
+    shares = (1 - torch.rand(items, generator=generator, dtype=torch.float64)).pow_(-spread)
+    ends = (shares.cumsum(0) * (items * (mean - 1) / shares.sum())).round_().long()
+    return ends.diff(prepend=ends.new_zeros(1)).add_(1)
 
 
 def show(images: Tensor, shift: Tensor | None, gain: Tensor | None) -> Tensor:
@@ -170,7 +191,8 @@ class Stream:
     ids: only these items (subset mode). weights: class weights (C,): independent draws (draw mode). Without weights
     the stream goes through all items in a new random order each epoch; a batch may hold the end of one and the start
     of the next. dwell: each item is shown as this many consecutive frames, the first as it is, the others shifted by
-    up to 5 % of the side and brightened or darkened by up to 10 %. workers: decoding processes, where the source is
+    up to 5 % of the side and brightened or darkened by up to 10 %; with a dwell_spread above 0 as so many on average,
+    a few items for very long (`frames_each`). workers: decoding processes, where the source is
     not resident (None: one per core, at most 8, for folders; 0 for arrays).
     """
 
@@ -184,6 +206,7 @@ class Stream:
         ids: Tensor | None = None,
         weights: Tensor | None = None,
         dwell: int = 1,
+        dwell_spread: float = 0.0,
         workers: int | None = None,
     ) -> None:
         if not (hasattr(source, "__len__") and hasattr(source, "images")):
@@ -200,11 +223,13 @@ class Stream:
             raise UserError(f"batch_size {batch_size} is larger than the data: {source.name} has {n} images{part}")
         if not is_whole(dwell) or dwell < 1:
             raise UserError(f"dwell must be a whole number of frames per item, at least 1, got {dwell}")
+        if not 0 <= dwell_spread <= 1:
+            raise UserError(f"dwell_spread must lie in [0, 1], got {dwell_spread}")
         self.device = torch.device(device)
         self.resident = isinstance(source, ArraySource) and source.resident
         self.source: Source = source.to(self.device) if isinstance(source, ArraySource) else source
         self.batch_size, self.workers = batch_size, workers
-        self.order = Order(source, seed=seed, ids=ids, weights=weights, dwell=dwell)
+        self.order = Order(source, seed=seed, ids=ids, weights=weights, dwell=dwell, dwell_spread=dwell_spread)
         self._go_to(0, 0)
 
     def _go_to(self, block: int, offset: int) -> None:

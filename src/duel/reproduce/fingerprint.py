@@ -14,6 +14,8 @@ MEMORY = (
     "fresh_keys",
 )  # fmt: skip
 """The settings that say what the working memory is."""
+LATER = ("fresh_keys", "dwell_spread")
+"""Settings that came when there were runs on file; off is as it was."""
 
 
 def fingerprint(config: TrainConfig) -> str:
@@ -32,7 +34,7 @@ def fingerprint(config: TrainConfig) -> str:
 
 def _idle(config: TrainConfig) -> set[str]:
     """Settings that change nothing in this run."""
-    idle = {"recipe"} if config.fresh_keys else {"recipe", "fresh_keys"}  # which came later: off is as it was
+    idle = {"recipe", *(name for name in LATER if not getattr(config, name))}
     if config.steps is not None:
         idle.add("epochs")
     if not config.has_memory:

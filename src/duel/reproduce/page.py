@@ -40,7 +40,7 @@ its Top-k does not say where neighbours come from.
 | --- | --- |
 | ×27 | the bias: one class is 27 times as frequent as any other |
 | draw, subset | every item is drawn i.i.d., with replacement, so that rare classes keep bringing new images and the common one the same ones again (where nothing else is said; ×1 goes through all images, epoch by epoch); a fixed subset, with few images of rare classes for good |
-| frames | each image is shown so many times in a row, every time a little shifted and lighter or darker, as a camera would |
+| frames | each image is shown so many times in a row, every time a little shifted and lighter or darker, as a camera would; "on average": most for fewer times, a few for very many (Pareto, exponent 4/3), as a camera that stops now and then |
 | plain, literal, ours | the method without DUEL; the paper's form: linear score, Algorithm 2, its sizes of the memory (2,048 embeddings, 512 images; plain MoCo v2 has 4,096 at scale `short`); what this package recommends |
 | literal D-MoCo | MoCo v2 with the policy added: negatives from the memory alone, newcomers are the step's keys. Algorithm 2 prints the batch's other keys as negatives too, and newcomers that are encoded after the step: rows of their own |
 | images known by their ids | a uniform sample of the different images seen so far, by their numbers in the data and whatever they look like: what exact copies alone explain. Of frames it knows which image they show, which no camera says |
@@ -70,6 +70,7 @@ _LISTS = (
     ("subset",),
     ("longtail",),
     ("camera",),
+    ("stops",),
 )
 _PICTURES = {
     "figure1": "Class vectors under a biased loss, from the simplex ETF: rare classes drift towards -z_max",

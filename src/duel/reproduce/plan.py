@@ -61,7 +61,7 @@ class Variation:
     @property
     def words(self) -> str:
         """To follow the scale's name."""
-        length = "" if self.steps is None else f", cut to {self.steps:,} steps"
+        length = "" if self.steps is None else f", {self.steps:,} steps"
         return length + ("" if self.lr is None else f", learning rate {self.lr:g}")
 
 
@@ -132,6 +132,8 @@ class Data:
     kind: str = "dominant"
     mode: str = "draw"
     dwell: int = 1
+    spread: float = 0.0
+    """Of the dwell."""
 
     @property
     def name(self) -> str:
@@ -141,11 +143,15 @@ class Data:
             f"x{self.bias:g}",
             "subset" * (self.mode == "subset"),
             f"dwell{self.dwell}" if self.dwell > 1 else "",
+            f"spread{self.spread:g}" if self.spread else "",
         ]
         return "-".join(part for part in parts if part)
 
     def settings(self) -> dict[str, Any]:
-        return {"bias": self.bias, "bias_kind": self.kind, "bias_mode": self.mode, "dwell": self.dwell}
+        return {
+            **{"bias": self.bias, "bias_kind": self.kind, "bias_mode": self.mode},
+            **{"dwell": self.dwell, "dwell_spread": self.spread},
+        }
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,9 @@ class Grid:
 DRAWN = tuple(Data(bias) for bias in BIASES)
 _ENDS = (DRAWN[0], DRAWN[-1])
 DWELL = 32
-"""Frames of an image in the grid "camera": about a second of a video."""
+"""Frames of an image in the grids "camera" and "stops": about a second of a video."""
+SPREAD = 0.75
+"""Of the dwell in the grid "stops". A tail with the exponent 4/3: it has a mean, and no variance."""
 _METHODS = ("simclr", "moco")
 _PLAIN_AND_D = tuple(name for m in _METHODS for name in (m, f"d-{m}-literal", f"d-{m}-ours"))
 _PAIRED = 5  # seeds of the grids that say what our form gives and what others do
@@ -205,7 +213,7 @@ def _each(*patterns: str) -> tuple[str, ...]:
 _SMALL = _each("d-{}-ours-small")
 _MEMORIES = tuple(f"{{}}-memory-{policy}" for policy in ("fifo", "reservoir", "distinct", "minred"))
 """Others in the place of DUEL's."""
-_COMPARED = _each("d-{}-few", "{}-memory-minred", "{}-memory-distinct", "{}-memory-oracle")
+_COMPARED = ("d-{}-few", "{}-memory-minred", "{}-memory-distinct", "{}-memory-oracle")
 """With ours on data in which there are no exact copies, or few."""
 TUNING = "tuning"
 GRIDS: Mapping[str, Grid] = {
@@ -261,12 +269,12 @@ GRIDS: Mapping[str, Grid] = {
     ),
     "subset": Grid(
         "a fixed subset",
-        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-wide"), *_COMPARED),
+        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-wide", *_COMPARED)),
         tuple(Data(bias, mode="subset") for bias in BIASES[1:]),
     ),
     "longtail": Grid(
         "exponential long tail, ratio 100",
-        (*_PLAIN_AND_D, *_SMALL, *_COMPARED),
+        (*_PLAIN_AND_D, *_SMALL, *_each(*_COMPARED)),
         (Data(100.0, "longtail"), Data(100.0, "longtail", "subset")),
     ),
     "camera": Grid(
@@ -275,6 +283,12 @@ GRIDS: Mapping[str, Grid] = {
             *("{}", "d-{}-literal", "d-{}-ours", "d-{}-wide", "d-{}-few", *_MEMORIES, "{}-memory-oracle"),
         ),
         tuple(Data(bias, dwell=DWELL) for bias in (BIASES[0], BIASES[-1])),
+        balanced=_METHODS,
+    ),
+    "stops": Grid(
+        f"the same, but {DWELL} frames on average: most images are shown for fewer, a few for very many",
+        _each("{}", "d-{}-ours", "{}-memory-reservoir", *_COMPARED),
+        tuple(Data(bias, dwell=DWELL, spread=SPREAD) for bias in (BIASES[0], BIASES[-1])),
         balanced=_METHODS,
     ),
     "figure3": Grid("cosines over training", ("moco", "d-moco-literal", "d-moco-ours"), DRAWN),

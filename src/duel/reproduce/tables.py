@@ -232,7 +232,7 @@ def _budget(evidence: Evidence, row: str, data: Sequence[Data]) -> tuple[str, st
 
 def words(data: Data) -> str:
     tail = {"longtail": "long tail "}.get(data.kind, "×") + f"{data.bias:g}"
-    frames = f" {data.dwell} frames" if data.dwell > 1 else ""
+    frames = f" {data.dwell} frames{' on average' * bool(data.spread)}" if data.dwell > 1 else ""
     return tail + (" subset" if data.mode == "subset" else "") + frames
 
 
