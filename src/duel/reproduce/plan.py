@@ -287,7 +287,7 @@ GRIDS: Mapping[str, Grid] = {
     ),
     "stops": Grid(
         f"the same, but {DWELL} frames on average: most images are shown for fewer, a few for very many",
-        _each("{}", "d-{}-ours", "{}-memory-reservoir", *_COMPARED),
+        _each("{}", "d-{}-literal", "d-{}-ours", "{}-memory-reservoir", *_COMPARED),
         tuple(Data(bias, dwell=DWELL, spread=SPREAD) for bias in (BIASES[0], BIASES[-1])),
         balanced=_METHODS,
     ),
