@@ -41,16 +41,16 @@ def test_verdicts_follow_the_evidence() -> None:
     assert weigh({"a": UP, "b": LEVEL}).words == "holds only when a"
     assert weigh({"a": UP, "b": UP, "c": LEVEL}).words == "holds except when c"
     assert weigh({"a": DOWN, "b": LEVEL}).words == "does not hold"
-    assert weigh({"a": LEVEL}).words == "does not hold: within the spread of the seeds"
+    assert weigh({"a": LEVEL}).words == "does not hold: no difference is clear"
     assert weigh({"a": LEVEL, "b": UP}, "not below").words == "holds"
     assert weigh({"a": LEVEL, "b": DOWN}, "not below").words == "holds only when a"
     wide = Summary(-0.6, 2.0, 4)  # not clear, but too much to be called level
     assert weigh({"a": UP, "b": wide}, "not below").words == "holds only when a"
     assert weigh({"a": UP, "b": dataclasses.replace(wide, mean=-0.4)}, "not below").words == "holds"
-    assert weigh({"a": UP, "b": LEVEL, "c": UP}, every=True).words == "does not hold against b"
-    assert weigh({"a": UP, "b": None}, every=True).words == "holds so far (not yet measured: b)"
-    assert weigh({"a": UP, "b": None}).words == "holds so far (not yet measured: b)"
-    assert weigh({"a": UP, "b, c": None, "d": None}).words == "holds so far (not yet measured: b, c; d)"
+    assert weigh({"a": UP, "b": LEVEL, "c": UP}, every="against").words == "does not hold against b"
+    assert weigh({"a": UP, "b": None}, every="against").words == "holds so far (nothing to judge by: b)"
+    assert weigh({"a": UP, "b": None}).words == "holds so far (nothing to judge by: b)"
+    assert weigh({"a": UP, "b, c": None, "d": None}).words == "holds so far (nothing to judge by: b, c; d)"
     assert weigh({"a": Summary(-3.0, None, 1)}, "not below").words == "does not hold; one seed only"
     assert weigh({"a": UP, "b": Summary(3.0, None, 1)}).words == "holds; one seed only: b"
     assert "a +2.00 ± 0.50 (4)" in weigh({"a": UP}).evidence
@@ -61,7 +61,7 @@ def test_more_than_clear_can_be_asked_for() -> None:
     inside = dataclasses.replace(clear, mean=0.45)
     assert weigh({"a": inside}).words == "holds"
     assert weigh({"a": clear}, "beyond the spread").words == "holds"
-    assert weigh({"a": inside}, "beyond the spread").words == "does not hold: within the spread of the seeds"
+    assert weigh({"a": inside}, "beyond the spread").words == "does not hold: no difference is clear"
     one = Summary(0.2, None, 1)  # one seed has the row's own spread to get over
     assert weigh({"a": one}, "beyond the spread", spread=0.1).words == "holds; one seed only"
     assert weigh({"a": one}, "beyond the spread", spread=0.3).outcome == "does not hold"
@@ -77,10 +77,22 @@ def test_short_words_for_a_table_of_many() -> None:
     assert weigh({"a": None}).short == "–"
     assert weigh({"a": UP}).short == "holds"
     assert weigh({"a": UP, "b": None}).short == "holds so far\\*"
-    assert weigh({"a": UP, "b": DOWN}).short == "holds only when …"
+    assert weigh({"a": UP, "b": DOWN}).short == "holds in 1 of 2"
+    assert weigh({"a": UP, "b": UP, "c": LEVEL, "d": None}).short == "holds in 2 of 3\\*"
+    assert weigh({"a": UP, "b": DOWN}, every="for").short == "does not hold"
     assert weigh({"a": Summary(3.0, None, 1)}).short == "holds\\*"
     few = conclude({"a": UP}, lambda d: d.mean > 0, lambda d: "", enough=5)
     assert (few.words, few.short) == ("holds; fewer than 5 seeds", "holds\\*")
+
+
+def test_one_seed_alone_is_no_evidence_where_nothing_could_speak_against_the_claim() -> None:
+    alone = Summary(3.0, None, 1)
+    assert weigh({"a": alone, "b": UP}, "apart").words == "holds so far (nothing to judge by: a)"
+    assert weigh({"a": alone}, "beyond the spread").words == "not yet measured"
+    assert weigh({"a": alone}, "beyond the spread", spread=2.0).words == "holds; one seed only"
+    assert weigh({"a": Summary(-3.0, None, 1)}, "beyond the spread").outcome == "does not hold"
+    assert weigh({"a": Summary(-0.4, None, 1)}, "not below").words == "holds; one seed only"
+    assert weigh({"a": Summary(-0.6, None, 1)}, "not below").outcome == "does not hold"
 
 
 # Evidence -----------------------------------------------------------------------------------------------------
@@ -94,9 +106,11 @@ def test_evidence_is_found_by_config_whatever_the_seed() -> None:
     assert (gap.share, gap.n) == (pytest.approx(1.0), 3)
     assert evidence.gap("simclr", Data(27.0), "probe") is None
     assert evidence.runs("d-simclr-ours", Data(27.0, mode="subset")) == []
-    assert judged(runs(), claims.PAPER, "Bias harms").words.startswith("holds so far (not yet measured: MoCo v2; MoCo")
+    assert judged(runs(), claims.PAPER, "Bias harms").words.startswith(
+        "holds so far (nothing to judge by: MoCo v2; MoCo"
+    )
     literal = judged(runs(), claims.PAPER, "probe: D-SimCLR (literal)")
-    assert literal.words == "does not hold (not yet measured: ×1, ×3, ×9)"
+    assert literal.words == "does not hold (nothing to judge by: ×1, ×3, ×9)"
     assert judged(runs(), goals.GOALS, "D-SimCLR (ours) recovers").outcome == "holds"
 
 
@@ -156,12 +170,12 @@ def test_every_previous_framework_counts() -> None:
             found += [both("moco", bias, s, 0.4, 0.8), both("simclr", bias, s, 0.55, 0.8)]
     without = judged(found, claims.PAPER, 'environments", Top-1:')
     assert without.words == (
-        "holds except when D-MoCo over SimCLR (least at ×1) "
-        "(not yet measured: D-MoCo over SimSiam, D-SimCLR over SimSiam)"
+        "does not hold for D-MoCo over SimCLR (least at ×1) "
+        "(nothing to judge by: D-MoCo over SimSiam, D-SimCLR over SimSiam)"
     )
     simsiam = [both("simsiam", bias, s, 0.1 if bias < 27 else 0.95, 0.8) for s in (2, 3, 4) for bias in (1, 3, 9, 27)]
     complete = judged([*found, *simsiam], claims.PAPER, 'environments", Top-1:')
-    assert complete.outcome == "holds only when"
+    assert complete.words.startswith("does not hold for D-MoCo over SimCLR (least at ×1), D-MoCo over SimSiam (least")
     assert "D-MoCo over SimSiam (least at ×27) -45.00" in complete.evidence
     assert judged([*found, *simsiam], claims.PAPER, 'environments", Top-10:').words == "holds"
     part = [r for r in found if r.config.bias < 9]
@@ -176,7 +190,7 @@ def test_gains_of_about_five(top10: float, outcome: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("worst", "outcome"), [(0.45, "holds so far"), (0.41, "holds only when"), (0.39, "does not hold")]
+    ("worst", "outcome"), [(0.45, "holds so far"), (0.41, "does not hold"), (0.39, "does not hold")]
 )
 def test_the_gain_must_grow_with_the_bias(worst: float, outcome: str) -> None:
     found = [record("moco", bias, s, 0.5 if bias == 1 else 0.4) for s in (2, 3, 4) for bias in (1, 27)]
@@ -213,7 +227,7 @@ def test_scores_that_differ_early() -> None:
     }
     found = [with_entropies(row, s, course) for row, course in courses.items() for s in (2, 3, 4)]
     verdict = judged(found, claims.PAPER, "early-stage")
-    assert verdict.words.startswith("holds only when D-MoCo quadratic (not yet measured: D-SimCLR")
+    assert verdict.words.startswith("holds only when D-MoCo quadratic (nothing to judge by: D-SimCLR")
     assert "D-MoCo quadratic +20.00" in verdict.evidence
 
 
@@ -224,7 +238,7 @@ def test_ours_is_judged_by_three_measures() -> None:
     found = [record("simclr", 1, s, 0.7, evaluation={"few_shot": 0.5}) for s in (2, 3, 4, 5)]
     found += seeds(lambda s, few: record("d-simclr-ours", 1, s, 0.7, evaluation={"few_shot": few}), [0.47, 0.48] * 2)
     verdict = judged(found, goals.OURS, "D-SimCLR (ours) is not below SimCLR at any bias")
-    assert verdict.words.startswith("holds except when 5-shot ×1 (not yet measured: probe ×3")
+    assert verdict.words.startswith("holds except when 5-shot ×1 (nothing to judge by: probe ×3")
     assert "5-shot ×1 -2.50 ± 0.58 (4)" in verdict.evidence
 
 
@@ -233,7 +247,7 @@ def test_rivals_go_by_their_labels() -> None:
     found += seeds(lambda s, probe: record("simclr-memory-minred", 27, s, probe), [0.65, 0.70] * 4)
     found += [record("simclr-debiased", 27, s, 0.6) for s in range(2, 10)]
     verdict = judged(found, goals.OURS, "D-SimCLR (ours) is above every rival")
-    first = "does not hold against SimCLR, memory-first, MinRed (not yet measured: D-SimCLR, literal; "
+    first = "does not hold against SimCLR, memory-first, MinRed (nothing to judge by: D-SimCLR, literal; "
     assert verdict.words.startswith(first)
     assert "SimCLR, memory-first, MinRed +2.50 ± 2.67 (8)" in verdict.evidence  # clear, but within the spread
 
@@ -244,7 +258,7 @@ def test_fixed_subsets_and_long_tails_are_judged_too() -> None:
             record("d-simclr-ours", data, s, 0.6) for s in (2, 3)
         ]
         verdict = judged(found, goals.OURS, f"D-SimCLR (ours) is not below SimCLR on {grid}")
-        assert verdict.words.startswith("does not hold (not yet measured: ")
+        assert verdict.words.startswith("does not hold (nothing to judge by: ")
         assert "probe " in verdict.evidence
         assert "-10.00 ± 0.00 (2)" in verdict.evidence
 
@@ -279,7 +293,7 @@ def test_the_goal_is_a_share_of_the_gap_and_a_lower_end() -> None:
     assert judged(goal_runs([5.6] * 5), goals.GOALS, words).words == "does not hold"
     wide = goal_runs([9.0, 9.0, 3.0, 3.0, 6.0])  # all of it in the mean, but not for sure
     assert judged(wide, goals.GOALS, words).words == "does not hold"
-    assert judged(wide, goals.OURS, words).words.startswith("holds so far (not yet measured: 5-shot; ")
+    assert judged(wide, goals.OURS, words).words.startswith("holds so far (nothing to judge by: 5-shot; ")
     assert judged(goal_runs([6.0]), goals.GOALS, words).words == "does not hold; one seed only"
     assert judged([], goals.GOALS, "D-MoCo (ours) recovers 80 %").words == "not yet measured"
 
@@ -336,7 +350,7 @@ def at_paper(row: str, bias: float, probe: float) -> store.Record:
 def test_our_figures_are_held_against_the_paper_s_only_where_the_plain_ones_agree() -> None:
     near, far = at_paper("moco", 9, 0.50), at_paper("moco", 27, 0.60)
     plain = judged([near, far], goals.BESIDE_THE_PAPER, "plain MoCo v2", "paper")
-    assert plain.words.startswith("holds only when ×9 (not yet measured: ×1, ×3)")
+    assert plain.words.startswith("holds only when ×9 (nothing to judge by: ×1, ×3)")
     ours = at_paper("d-moco-ours", 27, 0.61)
     above = "D-MoCo (ours) is above"
     off = judged([far, ours], goals.BESIDE_THE_PAPER, above, "paper")

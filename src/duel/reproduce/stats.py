@@ -11,6 +11,8 @@ import numpy as np
 from scipy.special import stdtrit
 
 COVERAGE = 0.95
+LARGE = 1.0
+"""Points that are a gap by one seed: two to three times what seeds differ by."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +70,27 @@ def gap_recovered(
 ) -> Recovered | None:
     """(method - plain) / (balanced - plain), each a mean over the seeds (seed -> figure) that all three have.
 
-    plain: the same method without DUEL, at that bias. balanced: the plain method on balanced data. The interval is
-    Fieller's (1954) for a ratio of two means that vary together; it is bounded where the gap is clear. None for fewer
-    than two seeds. None altogether where no seed has all three.
+    plain: the same method without DUEL, at that bias. balanced: the plain method on balanced data. Whether there is a
+    gap is said by all seeds that these two have, and by one alone if it is at least LARGE. The interval is Fieller's
+    (1954) for a ratio of two means that vary together; it is bounded where the gap is clear. None for fewer than two
+    seeds. None altogether where no seed has all three.
     """
     seeds = sorted(method.keys() & plain.keys() & balanced.keys())
     gain = np.array([method[s] - plain[s] for s in seeds], dtype=np.float64)
     gap = np.array([balanced[s] - plain[s] for s in seeds], dtype=np.float64)
-    loss = summary(list(gap))
-    if loss is None:
+    if not seeds:
         return None
-    if not beyond_zero(loss, 1):
-        return Recovered(None, None, None, loss.n)
+    if not all(map(_is_gap, (paired_difference(balanced, plain), summary(list(gap))))):
+        return Recovered(None, None, None, len(seeds))
     share = float(gain.mean() / gap.mean())
     if len(seeds) < 2:
         return Recovered(share, None, None, 1)
     low, high = _fieller(gain, gap)
     return Recovered(share, low, high, len(seeds))
+
+
+def _is_gap(loss: Summary | None) -> bool:
+    return loss is not None and beyond_zero(loss, 1) and (loss.n > 1 or loss.mean >= LARGE)
 
 
 def _fieller(above: Any, below: Any) -> tuple[float, float]:

@@ -42,6 +42,8 @@ class Verdict:
     """When, and what has not been run."""
     incomplete: bool = False
     """Part of what the claim needs has not been run, or with too few seeds."""
+    passed: tuple[int, int] | None = None
+    """How many of its conditions pass, of how many."""
 
     @property
     def words(self) -> str:
@@ -53,10 +55,12 @@ class Verdict:
 
     @property
     def short(self) -> str:
-        """For a table of many: without the conditions, a star for an incomplete one."""
+        """For a table of many: the number of conditions instead of their names, a star for an incomplete one."""
         if not self.measured:
             return "–"
-        return self.outcome + " …" * self.outcome.endswith("when") + "\\*" * self.incomplete
+        some = self.outcome.endswith("when") and self.passed is not None
+        words = f"holds in {self.passed[0]} of {self.passed[1]}" if some and self.passed else self.outcome
+        return words + " …" * words.endswith("when") + "\\*" * self.incomplete
 
 
 @dataclass(frozen=True)
@@ -71,29 +75,34 @@ def weigh(
     *,
     at_least: float = 0.0,
     spread: float | None = None,
-    every: bool = False,
+    every: str | None = None,
 ) -> Verdict:
     """A claim about every one of these paired differences (condition -> points).
 
     above: clearly positive, and `at_least` so large in the mean. not below: none clearly negative, nor by more than
     NEAR in the mean. beyond the spread: clearly positive, and by more than their own standard deviation, or `spread`
-    for one seed. apart: clearly not zero. One seed cannot be clear: its sign counts, and the verdict names it.
+    for one seed. apart: clearly not zero. One seed cannot be clear: its sign counts, and the verdict names it; where
+    nothing could be said against the claim then, it counts as not measured.
     every: see `conclude`.
     """
 
     def passes(d: Summary) -> bool:
         if wanted == "not below":
-            return not beyond_zero(d, -1) and d.mean >= -NEAR
+            return d.mean >= -NEAR and (d.n == 1 or not beyond_zero(d, -1))
         if wanted == "apart":
             return beyond_zero(d, 1) or beyond_zero(d, -1)
         if wanted == "beyond the spread" and d.mean <= (spread or 0.0 if d.std is None else d.std):
             return False
         return beyond_zero(d, 1) and d.mean >= at_least
 
-    found = conclude(differences, passes, points, every=every)
-    below = any(d is not None and beyond_zero(d, -1) for d in differences.values())
+    def says_something(d: Summary) -> bool:
+        return d.n > 1 or not (wanted == "apart" or (wanted == "beyond the spread" and spread is None and d.mean > 0))
+
+    judged = {when: d if d is not None and says_something(d) else None for when, d in differences.items()}
+    found = conclude(judged, passes, points, every=every)
+    below = any(d is not None and beyond_zero(d, -1) for d in judged.values())
     if found.outcome == "does not hold" and not below and not at_least and not every:
-        return dataclasses.replace(found, note=": within the spread of the seeds" + found.note)
+        return dataclasses.replace(found, note=": no difference is clear" + found.note)
     return found
 
 
@@ -104,12 +113,12 @@ def conclude(
     *,
     nothing: str = "no paired runs",
     enough: int = 1,
-    every: bool = False,
+    every: str | None = None,
 ) -> Verdict:
     """A claim that holds where every condition that has been measured passes.
 
     enough: seeds that it asks for. every: it is false as soon as one condition fails, as that of being above all others
-    is; else it holds except there, or only where the others are.
+    is, which this word stands before; else it holds except there, or only where the others are.
     """
     measured = {when: value for when, value in found.items() if value is not None}
     if not measured:
@@ -120,12 +129,12 @@ def conclude(
     outcome: Outcome = "does not hold" if not good else "holds so far" if missing else "holds"
     note = ""
     if good and bad and every:
-        outcome, note = "does not hold", f" against {_listed(bad)}"
+        outcome, note = "does not hold", f" {every} {_listed(bad)}"
     elif good and bad:
         outcome = "holds except when" if len(good) > len(bad) else "holds only when"
         note = f" {_listed(bad if len(good) > len(bad) else good)}"
     if missing:
-        note += f" (not yet measured: {_listed(missing)})"
+        note += f" (nothing to judge by: {_listed(missing)})"
     seeds = [value.n for value in measured.values()]
     alone = [when for when, value in measured.items() if value.n == 1]
     if max(seeds) == 1:
@@ -135,7 +144,9 @@ def conclude(
     elif min(seeds) < enough:
         note += f"; fewer than {enough} seeds"
     evidence = "; ".join(f"{when} {show(value)}" for when, value in measured.items())
-    return Verdict(outcome, evidence, note, incomplete=bool(missing) or min(seeds) < max(enough, 2))
+    return Verdict(
+        outcome, evidence, note, bool(missing) or min(seeds) < max(enough, 2), passed=(len(good), len(measured))
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
