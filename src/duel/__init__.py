@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from duel.errors import UserError
     from duel.memory import WorkingMemory
     from duel.replacement import expected_duplicates, replace
+    from duel.thumbnails import thumbnails
     from duel.trained import evaluate, load_trained
     from duel.training import RunResult, train
 
@@ -30,6 +31,7 @@ _HOME = {
     "expected_duplicates": "duel.replacement",
     "load_trained": "duel.trained",
     "replace": "duel.replacement",
+    "thumbnails": "duel.thumbnails",
     "train": "duel.training",
 }
 _MODULES = ("data", "integrations", "losses", "methods", "policies", "recipes", "scores", "theory")
@@ -52,6 +54,7 @@ __all__ = [
     "replace",
     "scores",
     "theory",
+    "thumbnails",
     "train",
 ]
 

@@ -142,10 +142,12 @@ class TrainConfig:
     """always: every newcomer takes a slot. compete: a newcomer may be the duplicate and be turned away."""
     at_once: bool = False
     """The duel policy evicts the most duplicated slots of a whole batch in one go: cheaper, not the same result."""
-    space: Literal["projection", "backbone"] = "projection"
+    space: Literal["projection", "backbone", "pixels"] = "projection"
     """What the policy compares: projection (the embedding, the paper's), or backbone: the backbone's feature less a
     centre, at unit length. The centre is the mean feature of the memory, taken when it has just been filled and again
-    whenever all slots have had their turn to be refreshed (without refresh: to be replaced), frozen in between."""
+    whenever all slots have had their turn to be refreshed (without refresh: to be replaced), frozen in between. pixels:
+    a thumbnail of the image, which tells copies and frames of one scene, costs no encoding and needs no refresh; for
+    memories that give batches only (source memory; moco with a queue)."""
     max_age: int | None = None
     """Items older than this many steps leave first, one for each newcomer; None: age does not matter."""
     refresh: int = 0
@@ -266,7 +268,14 @@ class TrainConfig:
     @property
     def refreshed_slots(self) -> int:
         """Slots re-encoded per step. A stream-first SimCLR memory is re-encoded whole, as in the paper."""
+        if not self.memory_encoded:
+            return 0
         return self.memory_size if self._simclr_memory and not self.refresh else min(self.refresh, self.memory_size)
+
+    @property
+    def memory_encoded(self) -> bool:
+        """Whether residents and newcomers pass an encoder at all."""
+        return self.has_memory and self.space != "pixels"
 
     @property
     def compares_features(self) -> bool:

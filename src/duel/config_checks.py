@@ -118,7 +118,11 @@ def unread(policy: str) -> set[str]:
 
 def check_unread(config: TrainConfig, given: Sequence[str]) -> None:
     """Refuses settings that were given to a policy that does not look at them."""
-    names = [name for name in given if name in unread(config.memory_policy)]
+    if config.has_memory and not config.memory_encoded and config.refresh and "refresh" in given:
+        raise UserError("space pixels: nothing in the memory is encoded, so refresh would do nothing; leave it out")
+    # a policy that compares nothing still has a memory that need not be encoded
+    read = set() if config.memory_encoded else {"space"}
+    names = [name for name in given if name in unread(config.memory_policy) - read]
     if names:
         readers = [p for p in POLICIES if not unread(p) & set(names)]
         raise UserError(
@@ -177,6 +181,15 @@ def _check_memory(config: TrainConfig) -> None:
             "fresh_keys with memory_view clean or reuse_newcomers: clean newcomers are encoded after the step anyway, "
             "reused ones never are; leave one of them out"
         )
+    if config.space == "pixels" and (config.source != "memory" or config.negatives_from_memory):
+        why = "batches come from the stream" if config.source != "memory" else "the memory's embeddings are negatives"
+        hint = {"moco": "give it a queue", "simclr": "do without memory_negatives"}.get(config.base_method, "")
+        raise UserError(
+            f"space pixels is for a memory that gives batches and no negatives, but with method {config.method!r} and "
+            f"source {config.source!r} {why}; {'use --source memory' if config.source != 'memory' else hint}"
+        )
+    if config.space == "pixels" and config.memory_view == "augmented":
+        raise UserError("space pixels compares the images as they come; memory_view augmented would do nothing")
     if config.memory_images == "host" and not config.memory_holds_images:
         raise UserError("memory_images host: this memory holds embeddings only; leave it out, or set refresh")
 

@@ -148,6 +148,7 @@ class Inputs:
             stream_largest=largest,
             per_update=config.stream_items,
             dwell=config.dwell,
+            encoded=config.memory_encoded,
         )
 
     def save(self, run: Path) -> None:

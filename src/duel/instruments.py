@@ -60,7 +60,7 @@ class Instruments:
 
     labels: int64 (items,), the class of every id, or None. stream_largest: share of the most frequent class in the
     stream, where it is known. per_update: newcomers offered in one update, and so in one step. dwell: how many of them
-    in a row are the same item.
+    in a row are the same item. encoded: by an encoder that is being trained; thumbnails never go stale.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class Instruments:
         stream_largest: float | None,
         per_update: int,
         dwell: int = 1,
+        encoded: bool = True,
     ) -> None:
+        self.encoded = encoded
         self.memory, self.classes, self.stream_largest = memory, classes, stream_largest
         self.labels = labels.to(memory.embeddings.device) if labels is not None and classes > 1 else None
         self.per_update, self.dwell = per_update, dwell
@@ -158,15 +160,15 @@ class Instruments:
     def _unchanged(self, found: dict[str, float]) -> str:
         if found["memory_age_p10"] < self.patience:
             return ""
-        sharper = self._sharper()
-        advice = f"raise --refresh, {sharper} or set --max-age" if sharper else "set --max-age"
+        sharper, refresh = self._sharper(), "raise --refresh, " * self.encoded
+        advice = f"{refresh}{sharper} or set --max-age" if sharper else "set --max-age"
         return (
             f"nine tenths of the memory have not changed for {found['memory_age_p10']:.0f} steps: newcomers are turned "
             f"away or replace each other. If the stream does bring anything new, {advice}"
         )
 
     def _stale(self, found: dict[str, float]) -> str:
-        if found["memory_staleness"] <= self.turns:
+        if found["memory_staleness"] <= self.turns or not self.encoded:
             return ""
         return (
             f"half of the memory was encoded more than {found['memory_staleness']:.0f} steps ago, by another "
@@ -194,6 +196,8 @@ class Instruments:
             return f"try --policy duel with --score {SHARP.name}"
         if _height(policy.score, 0.5) > _height(SHARP, 0.5):
             return f"try --score {SHARP.name} (it is {policy.score.name})"
+        if not self.encoded:
+            return "by their thumbnails its images are no duplicates of each other; try --space backbone"
         space = "--space backbone, " if self.memory.policy_dim is None else ""
         return (
             f"its --score ({policy.score.name}) is sharp enough; try {space}a larger --memory-size or --refresh, or do "
@@ -208,11 +212,11 @@ class Instruments:
         distinct, size, brought = found["memory_distinct"], self.memory.size, self._brought(done)
         if not isinstance(self.memory.policy, Duel | MinRed) or distinct * size >= COPIES * min(size, brought):
             return ""
-        sharper = self._sharper()
+        sharper, learning = self._sharper(), ", or look whether the encoder learns at all" * self.encoded
         return (
             f"the memory's {size} slots hold only {distinct * size:.0f} different items, some of them often: those "
-            "that look unlike all others come again and again. Give it fewer slots (--memory-size), "
-            f"{sharper + ', ' if sharper else ''}or look whether the encoder learns at all"
+            "that look unlike all others come again and again. Give it fewer slots (--memory-size)"
+            f"{', ' * bool(sharper)}{sharper}{learning}"
         )
 
     def _alike(self, found: dict[str, float]) -> str:
@@ -221,10 +225,12 @@ class Instruments:
             return ""
         if found["memory_duplicates"] <= ALIKE * self.memory.size or _height(policy.score, 0.0) > RIGHT_ANGLE:
             return ""
+        by = f"(mean N {found['memory_duplicates']:.0f} of {self.memory.size} by --score {policy.score.name})"
+        if not self.encoded:
+            return f"the images' thumbnails are nearly all alike {by}: use a sharper --score, or --space backbone"
         return (
-            f"the embeddings are nearly all alike (mean N {found['memory_duplicates']:.0f} of {self.memory.size} by "
-            f"--score {policy.score.name}), which no policy can mend: try a lower --lr or a longer --warmup "
-            "(SimCLR: and no --memory-negatives)"
+            f"the embeddings are nearly all alike {by}, which no policy can mend: try a lower --lr or a longer "
+            "--warmup (SimCLR: and no --memory-negatives)"
         )
 
 

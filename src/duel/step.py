@@ -29,6 +29,7 @@ from .methods import Method, StepOutput, build, settings_of
 from .methods.base import Encoded, NegativeSource
 from .optimizers import Schedule, build_optimizer
 from .streams import Beside
+from .thumbnails import thumbnails
 from .upkeep import Snapshot, Upkeep, build_memory, build_queue, slots_for
 
 if TYPE_CHECKING:
@@ -88,10 +89,12 @@ class TrainingStep:
         self.clean = Augment("none", mean=mean, std=std, image_size=image_shape[-1]).to(device)
         encoder = build_encoder(config, image_shape)
         self.memory = build_memory(config, inputs, encoder.feature_dim, device)
-        self.upkeep = None if self.memory is None else Upkeep(config, self.memory, self.encode)
-        # Where the newcomers' embeddings come from the training pass and nothing is encoded anew, the memory's update
-        # waits for nothing else: it runs beside the backward pass, on a stream of its own.
-        early = self.memory is not None and config.newcomers_from_training and not config.refreshed_slots
+        encode = self.encode if config.memory_encoded else _look_at
+        self.upkeep = None if self.memory is None else Upkeep(config, self.memory, encode)
+        # Where the newcomers' embeddings come from the training pass, or from no encoder, and nothing is encoded anew,
+        # the memory's update waits for nothing else: it runs beside the backward pass, on a stream of its own.
+        at_hand = config.newcomers_from_training or not config.memory_encoded
+        early = self.memory is not None and at_hand and not config.refreshed_slots and config.memory_images != "host"
         self._side = Beside(device) if early and device.type == "cuda" else None
         self.queue = build_queue(config, inputs, device)
         self.method = build_method(config, encoder, self._negatives())
@@ -307,6 +310,12 @@ class TrainingStep:
         self._loss_sum.copy_(state["loss"]["sum"])
         self._loss_steps = int(state["loss"]["steps"])
         self._bad_step.fill_(-1)
+
+
+def _look_at(images: Tensor) -> Encoded:
+    """Thumbnails (b, d) of uint8 images (b, c, h, w), for a memory that no encoder is asked for."""
+    small = thumbnails(images)
+    return Encoded(small, small)
 
 
 def build_encoder(config: TrainConfig, image_shape: tuple[int, int, int]) -> Encoder:

@@ -17,9 +17,11 @@ from .data.live import LiveStream
 from .data.stream import Stream
 from .errors import UserError
 from .inputs import Inputs
+from .losses import direction
 from .memory import WorkingMemory
 from .methods import StepOutput
 from .methods.base import Encoded
+from .thumbnails import length
 
 #: Payload that keeps the backbone features, so that they can be centred anew without being encoded again.
 FEATURE = "feature"
@@ -30,7 +32,7 @@ class Upkeep:
     the images are on the host.
 
     encode: uint8 images (b, c, h, w) -> unit embeddings (b, d) and backbone features (b, f), float32, in the view that
-    the config names.
+    the config names; or what stands for both where the memory is not encoded.
     """
 
     def __init__(self, config: TrainConfig, memory: WorkingMemory, encode: Callable[[Tensor], Encoded]) -> None:
@@ -112,13 +114,9 @@ class Upkeep:
         return {"policy_embeddings": self._direction(encoded.features), FEATURE: encoded.features}
 
     def _direction(self, features: Tensor) -> Tensor:
-        """Unit vectors from the centre to features (n, f); the first axis for a feature that is the centre."""
+        """Unit vectors from the centre to features (n, f)."""
         assert self.centre is not None
-        away = features - self.centre
-        length = torch.linalg.vector_norm(away, dim=1, keepdim=True)
-        axis = torch.zeros_like(away)
-        axis[:, 0].fill_(1.0)
-        return torch.where(length == 0, axis, away / length)
+        return direction(features - self.centre)
 
     def state_dict(self) -> dict[str, Any]:
         return {"memory": self.memory.state_dict(), "centre": self.centre}
@@ -153,7 +151,7 @@ def build_memory(config: TrainConfig, inputs: Inputs, feature_dim: int, device: 
         payload[FEATURE] = ((feature_dim,), torch.float32)
     memory = WorkingMemory(
         slots_for(config, inputs),
-        config.dim,
+        config.dim if config.memory_encoded else length(inputs.train.shape[0]),
         build_policy(config, inputs),
         payload,
         policy_dim=policy_dim,

@@ -130,7 +130,7 @@ def images_of(config: TrainConfig) -> tuple[int, int, int]:
     keys = {"moco": views, "byol": views, "simsiam": 0 if symmetric else batch}.get(method, 0)
     running = method == "moco" and given.get("key_batchnorm") == "running"
     encoded = keys if running else 0
-    if config.has_memory:
+    if config.memory_encoded:
         encoded += config.refreshed_slots + (0 if config.newcomers_from_training else config.stream_items)
     return views, 0 if running else keys, encoded
 

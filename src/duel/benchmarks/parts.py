@@ -188,7 +188,7 @@ class Newcomers:
         batches = [step.stream.next() for _ in range(count)]
         self.images = torch.stack([images for images, _ in batches])
         self.ids = torch.stack([ids for _, ids in batches])
-        encoded = [step.encode(images) for images in self.images]
+        encoded = [upkeep.encode(images) for images in self.images]
         self.embeddings = torch.stack([part.projections for part in encoded])
         self.features = torch.stack([part.features for part in encoded])
         self.turn = torch.zeros(1, dtype=torch.int64, device=step.device)  # there, so that replays move on too

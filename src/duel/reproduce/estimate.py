@@ -18,7 +18,15 @@ from .store import Record
 _SIZE = ("data", "backbone", "batch_size", "image_size")
 """What two runs must share at least for one to stand for the other."""
 # From the closest kind of run to the least close. Failing these, the nearest by the images that a step encodes.
-_WORK = ("method", "source", "memory_size", "refreshed_slots", "newcomers_from_training", "memory_policy")
+_WORK = (
+    "method",
+    "source",
+    "memory_size",
+    "refreshed_slots",
+    "newcomers_from_training",
+    "memory_encoded",
+    "memory_policy",
+)
 _ALIKE = ((*_WORK, "score"), _WORK, _WORK[:2])
 
 

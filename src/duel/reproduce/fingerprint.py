@@ -41,6 +41,7 @@ def _idle(config: TrainConfig) -> set[str]:
         idle |= set(MEMORY) - {"source"}
     else:
         idle |= unread(config.memory_policy)
+        idle |= set() if config.memory_encoded else {"refresh", "memory_view"}
     if config.bias_kind == "weights":
         idle.add("bias")
     elif config.bias == 1:

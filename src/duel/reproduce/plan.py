@@ -211,6 +211,8 @@ def _each(*patterns: str) -> tuple[str, ...]:
 
 
 _SMALL = _each("d-{}-ours-small")
+_PIXELS = ("d-{}-pixels", "{}-memory-minred-pixels")
+"""At the plain method's cost: nothing is encoded for the memory."""
 _MEMORIES = tuple(f"{{}}-memory-{policy}" for policy in ("fifo", "reservoir", "distinct", "minred"))
 """Others in the place of DUEL's."""
 _COMPARED = ("d-{}-few", "{}-memory-minred", "{}-memory-distinct", "{}-memory-oracle")
@@ -234,7 +236,7 @@ GRIDS: Mapping[str, Grid] = {
     "rivals": Grid(
         "other memories and losses, for as many steps as ours or (longer) as many images",
         (
-            *_each("{}", "d-{}-ours", *_MEMORIES, "{}-temperature"),
+            *_each("{}", "d-{}-ours", *_PIXELS, *_MEMORIES, "{}-temperature"),
             "simclr-debiased",
             "simclr-debiased-warm",
             *(name for name, row in ROWS.items() if row.as_many_as),
@@ -269,25 +271,25 @@ GRIDS: Mapping[str, Grid] = {
     ),
     "subset": Grid(
         "a fixed subset",
-        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-wide", *_COMPARED)),
+        (*_PLAIN_AND_D, *_SMALL, *_each("d-{}-wide", *_COMPARED, *_PIXELS)),
         tuple(Data(bias, mode="subset") for bias in BIASES[1:]),
     ),
     "longtail": Grid(
         "exponential long tail, ratio 100",
-        (*_PLAIN_AND_D, *_SMALL, *_each(*_COMPARED)),
+        (*_PLAIN_AND_D, *_SMALL, *_each(*_COMPARED, *_PIXELS)),
         (Data(100.0, "longtail"), Data(100.0, "longtail", "subset")),
     ),
     "camera": Grid(
         f"a stream that shows each image as {DWELL} nearly identical frames in a row",
         _each(
-            *("{}", "d-{}-literal", "d-{}-ours", "d-{}-wide", "d-{}-few", *_MEMORIES, "{}-memory-oracle"),
+            *("{}", "d-{}-literal", "d-{}-ours", "d-{}-wide", "d-{}-few", *_PIXELS, *_MEMORIES, "{}-memory-oracle"),
         ),
         tuple(Data(bias, dwell=DWELL) for bias in (BIASES[0], BIASES[-1])),
         balanced=_METHODS,
     ),
     "stops": Grid(
         f"the same, but {DWELL} frames on average: most images are shown for fewer, a few for very many",
-        _each("{}", "d-{}-literal", "d-{}-ours", "{}-memory-reservoir", *_COMPARED),
+        _each("{}", "d-{}-literal", "d-{}-ours", "{}-memory-reservoir", *_COMPARED, *_PIXELS),
         tuple(Data(bias, dwell=DWELL, spread=SPREAD) for bias in (BIASES[0], BIASES[-1])),
         balanced=_METHODS,
     ),
@@ -403,4 +405,6 @@ def _steps_for(config: TrainConfig, images: int) -> int:
 
 
 def _to_fill(config: TrainConfig) -> int:
-    return config.memory_size + config.queue if config.has_memory else 0
+    if not config.has_memory:
+        return 0
+    return (config.memory_size if config.memory_encoded else 0) + config.queue

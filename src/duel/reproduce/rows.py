@@ -78,6 +78,7 @@ def _variants(base: str, word: str) -> list[Row]:
     def control(name: str, label: str, start: Settings, **changes: Any) -> Row:
         return Row(f"{method}-{name}", f"D-{word}, {label}", method, base, {**start, **changes})
 
+    seen: Settings = {"space": "pixels", "refresh": 0}  # which encodes nothing
     rows = [
         Row(f"{method}-literal", f"D-{word}, literal", method, base, literal, paper=method),
         Row(f"{method}-ours", f"D-{word}, ours", method, base, ours),
@@ -86,6 +87,13 @@ def _variants(base: str, word: str) -> list[Row]:
         memory_first("fifo", "FIFO"),
         memory_first("reservoir", "reservoir"),
         memory_first("minred", "MinRed"),
+        Row(
+            f"{base}-memory-minred-pixels",
+            f"{word}, memory-first, MinRed by thumbnails",
+            method,
+            base,
+            {**ours, "method": base, "policy": "minred", **seen},
+        ),
         memory_first("distinct", "images known by their ids"),
         memory_first("oracle", "balanced by an oracle"),
         Row(
@@ -96,6 +104,7 @@ def _variants(base: str, word: str) -> list[Row]:
             {**stream, "method": base, "policy": "oracle"},
         ),
         control("at-once", "ours, a batch evicted at once", ours, at_once=True),
+        control("pixels", "ours, compared by thumbnails", ours, **seen),
         control("compete", "ours, newcomers compete", ours, admit="compete"),
         control("adaptive", "ours, adaptive width", ours, policy="adaptive"),
         control("wide", f"ours, score {WIDE}", ours, score=WIDE),
