@@ -417,7 +417,7 @@ def test_a_step_that_cannot_be_built_does_not_lose_the_others(tmp_path):
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_a_row_differs_from_its_plain_one_by_its_memory_alone(recipe):
     rows = {case.name: case for case in cases.cases(recipe=recipe)}
-    assert len(rows) == 32
+    assert len(rows) == 36
     memory = {"method", "policy", "source", "memory_size", "score", "refresh", "space", "reuse_newcomers", "queue"}
     for case in rows.values():
         if case.plain is None:
@@ -502,6 +502,8 @@ def test_the_floor_of_a_step():
     assert images_of["MoCo 2,048, resnet18"] == images_of["D-MoCo 65,536, resnet18"] == (256, 0, 256)
     assert images_of["D-MoCo 2,048, refresh 64, resnet18"] == (256, 0, 256 + 64)
     assert images_of["D-MoCo, source memory 16,384, refresh 256, resnet18"] == (256, 0, 256 + 256 + 256)
+    assert images_of["D-MoCo, source memory 16,384, pixels, resnet18"] == (256, 0, 256)
+    assert images_of["D-SimCLR, source memory 32,768, pixels, resnet18"] == images_of["SimCLR, resnet18"]
     assert images_of["D-SimCLR 512, literal, resnet18"] == (512, 0, 512 + 256)
     assert images_of["D-SimCLR, source memory 32,768, refresh 512, resnet18"] == (512, 0, 512 + 256)
     fresh = dataclasses.replace(found["D-MoCo 65,536, resnet18"], fresh_keys=True)

@@ -135,6 +135,7 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
             ["train", "--method", "d-moco", "--policy", "fifo", "--space", "backbone"],
             "does not look at --space; leave that out, or use policy duel or minred or adaptive",
         ),
+        (["train", "--space", "pixels", "--method", "d-simclr", "--refresh", "9"], "so --refresh would do nothing"),
         (["train", "--method", "d-byol", "--source", "stream"], "use --source memory"),
         (["train", "--method", "simclr", "--queue", "8"], "error: --queue is for moco"),
         (["train", "--seed", str(2**63)], "error: --seed must be a whole number >= 0 and below 2^63"),

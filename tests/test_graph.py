@@ -34,6 +34,8 @@ CASES = {
     "oracle first": {"method": "simclr", "source": "memory", "policy": "oracle", "refresh": 32},
     "distinct first": {"method": "simclr", "source": "memory", "policy": "distinct", "refresh": 32},
     "backbone": {"method": "d-moco", "space": "backbone", "refresh": 64},
+    "pixels": {"method": "d-simclr", "source": "memory", "space": "pixels", "refresh": 0},
+    "pixels and a queue": {"method": "d-moco", "source": "memory", "space": "pixels", "refresh": 0, "queue": 256},
     "augmented": {"method": "d-simclr", "memory_view": "augmented", "refresh": 64},
     "reuse": {"method": "d-simclr", "reuse_newcomers": True, "refresh": 64},
     "simclr queue": {"method": "simclr", "policy": "fifo"},

@@ -242,6 +242,23 @@ def test_ours_is_judged_by_three_measures() -> None:
     assert "5-shot ×1 -2.50 ± 0.58 (4)" in verdict.evidence
 
 
+def test_thumbnails_are_held_against_the_plain_row_and_against_ours() -> None:
+    found = [record("simclr", 27, s, 0.6, evaluation={"few_shot": 0.4}) for s in (2, 3, 4, 5)]
+    found += [record("d-simclr-ours", 27, s, 0.7, evaluation={"few_shot": 0.5}) for s in (2, 3, 4, 5)]
+    few = [0.48, 0.49] * 2
+    found += seeds(lambda s, value: record("d-simclr-pixels", 27, s, 0.703, evaluation={"few_shot": value}), few)
+    above = judged(
+        found, goals.BY_PIXELS, "D-SimCLR by thumbnails, which encodes as many images as SimCLR, is above it"
+    )
+    assert above.outcome == "holds so far"
+    assert "probe ×27 +10.30 ± 0.00 (4)" in above.evidence
+    near = judged(found, goals.BY_PIXELS, "D-SimCLR by thumbnails is not below D-SimCLR (ours)")
+    assert near.words.startswith("holds except when 5-shot ×27 (nothing")
+    assert "5-shot ×27 -1.50 ± 0.58 (4)" in near.evidence
+    rivals = judged(found, goals.BY_PIXELS, "D-SimCLR by thumbnails is above every rival")
+    assert rivals.evidence == "SimCLR +10.30 ± 0.00 (4)"  # our own form is none
+
+
 def test_rivals_go_by_their_labels() -> None:
     found = [record("d-simclr-ours", 27, s, 0.7) for s in range(2, 10)]
     found += seeds(lambda s, probe: record("simclr-memory-minred", 27, s, probe), [0.65, 0.70] * 4)

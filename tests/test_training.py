@@ -120,6 +120,7 @@ CASES = {
     "memory-first": small("simsiam", source="memory", policy="reservoir", refresh=8, dwell=3),
     "moco-queue": small("d-moco", source="memory", queue=24, refresh=8),
     "d-byol": small("d-byol", source="memory", refresh=8),
+    "pixels": small("d-simclr", source="memory", space="pixels", refresh=8),
     "memory-first-moco": small("moco", source="memory", policy="duel", admit="compete", score="exponential:0.05"),
 }
 

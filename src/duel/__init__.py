@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from duel.encoders import encoder
     from duel.errors import UserError
     from duel.memory import WorkingMemory
+    from duel.pixels import thumbnails
     from duel.replacement import expected_duplicates, replace
-    from duel.thumbnails import thumbnails
     from duel.trained import evaluate, load_trained
     from duel.training import RunResult, train
 
@@ -31,7 +31,7 @@ _HOME = {
     "expected_duplicates": "duel.replacement",
     "load_trained": "duel.trained",
     "replace": "duel.replacement",
-    "thumbnails": "duel.thumbnails",
+    "thumbnails": "duel.pixels",
     "train": "duel.training",
 }
 _MODULES = ("data", "integrations", "losses", "methods", "policies", "recipes", "scores", "theory")

@@ -28,8 +28,8 @@ from .machine import quietly
 from .methods import Method, StepOutput, build, settings_of
 from .methods.base import Encoded, NegativeSource
 from .optimizers import Schedule, build_optimizer
+from .pixels import thumbnails
 from .streams import Beside
-from .thumbnails import thumbnails
 from .upkeep import Snapshot, Upkeep, build_memory, build_queue, slots_for
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from .losses import direction
 from .memory import WorkingMemory
 from .methods import StepOutput
 from .methods.base import Encoded
-from .thumbnails import length
+from .pixels import length
 
 #: Payload that keeps the backbone features, so that they can be centred anew without being encoded again.
 FEATURE = "feature"

@@ -68,10 +68,13 @@ def cases(
         given = {key: settings[key] for key in ("data", "batch_size") if key in settings}
         recommended = recipes.standard(method, source="memory", **given)
         own = {key: getattr(recommended, key) for key in MEMORY_FIRST} | own
-        case(f"{name}, source memory {own['memory_size']:,}, refresh {own['refresh']}", method, backbone, plain, **own)
+        how = "pixels" if own["space"] == "pixels" else f"refresh {own['refresh']}"
+        case(f"{name}, source memory {own['memory_size']:,}, {how}", method, backbone, plain, **own)
 
     # with what the newcomers' training gave instead of another pass over them
     reuses: list[dict[str, Any]] = [{}, {"reuse_newcomers": True}]
+    # nothing encoded for the memory
+    pixels: dict[str, Any] = {"space": "pixels", "refresh": 0}
 
     for backbone in backbones:
         for slots in memory if "moco" in methods else ():
@@ -82,7 +85,8 @@ def cases(
             if slots == memory[0]:
                 own["refresh"] = min(REFRESH, slots)
                 case(f"D-MoCo {slots:,}, refresh {own['refresh']}", "d-moco", backbone, plain, **own)
-                memory_first("D-MoCo", "d-moco", backbone, plain, queue=slots, **keys)
+                for seen in ({}, pixels):
+                    memory_first("D-MoCo", "d-moco", backbone, plain, queue=slots, **keys, **seen)
         if "simclr" in methods:
             plain = case("SimCLR", "simclr", backbone, None)
             for refresh in (0, min(REFRESH, residents)):  # 0: all residents, as in the paper
@@ -90,7 +94,8 @@ def cases(
                     how = [f"refresh {refresh}"] * (refresh > 0) + ["reuse"] * bool(reuse) or ["literal"]
                     own = {"memory_size": residents, "refresh": refresh, **reuse}
                     case(f"D-SimCLR {residents:,}, {', '.join(how)}", "d-simclr", backbone, plain, **own)
-            memory_first("D-SimCLR", "d-simclr", backbone, plain)
+            for seen in ({}, pixels):
+                memory_first("D-SimCLR", "d-simclr", backbone, plain, **seen)
         others: tuple[tuple[str, MethodName], ...] = (("SimSiam", "simsiam"), ("BYOL", "byol"))
         for name, method in others:
             if method in methods:

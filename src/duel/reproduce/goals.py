@@ -14,6 +14,8 @@ from .store import AS_TRAINED
 from .tables import words
 from .verdicts import BOTH, NEAR, SEEDS, Claim, Verdict, Wanted, conclude, points, recovers, weigh
 
+PIXELS: Mapping[str, str] = {"D-SimCLR": "d-simclr-pixels", "D-MoCo": "d-moco-pixels"}
+"""Ours, compared by thumbnails: the images that it encodes are those that the plain method does."""
 OUR_ROWS: Mapping[str, str] = {"D-SimCLR": "d-simclr-ours", "D-MoCo": "d-moco-ours"}
 MEASURES = {"probe": "probe", "Top-1": "top1_test_to_train", "5-shot": "few_shot"}
 AS_LEFT = {f"{word}{LEFT}": f"{AS_TRAINED}{measure}" for word, measure in BOTH.items()}
@@ -32,6 +34,20 @@ def _than_plain(row: str, kinds: Sequence[Data], wanted: Wanted) -> Callable[[Ev
             for word, measure in MEASURES.items()
         }
         return weigh(gains, wanted)
+
+    return judge
+
+
+def _near(row: str, other: str, kinds: Sequence[Data]) -> Callable[[Evidence], Verdict]:
+    """Not below another row on any of these kinds of data."""
+
+    def judge(evidence: Evidence) -> Verdict:
+        differences = {
+            f"{word} {words(data)}": paired_difference(*(evidence.figures(r, data, measure) for r in (row, other)))
+            for data in kinds
+            for word, measure in MEASURES.items()
+        }
+        return weigh(differences, "not below")
 
     return judge
 
@@ -174,6 +190,27 @@ OURS: tuple[Claim, ...] = tuple(
                 _than_plain(row, GRIDS[grid].data, "not below"),
             )
             for grid, what in {"subset": "a fixed subset", "longtail": "a long tail of ratio 100"}.items()
+        ),
+    )
+)
+WORST_KINDS = (WORST, *(GRIDS[grid].data[-1] for grid in FRAMES))
+BY_PIXELS: tuple[Claim, ...] = tuple(
+    claim
+    for label, row in PIXELS.items()
+    for claim in (
+        Claim(
+            f"{label} by thumbnails, which encodes as many images as {ROWS[ROWS[row].plain].label}, is above it at "
+            "×27, drawn and as frames: linear probe, Top-1 (test to train), 5-shot",
+            _than_plain(row, WORST_KINDS, "above"),
+        ),
+        Claim(
+            f"{label} by thumbnails is not below {label} (ours), by the encoder's features, there, clearly or by half "
+            "a point in the mean",
+            _near(row, OUR_ROWS[label], WORST_KINDS),
+        ),
+        Claim(
+            f"{label} by thumbnails is above every rival at ×27 by more than the seeds' spread, linear probe",
+            _beats(row, "rivals", WORST),
         ),
     )
 )

@@ -192,7 +192,7 @@ def _section(
 ) -> Section:
     own = variation == OWN
     evidence = Evidence(records, SCALES[name], variation, costs=costs if own else None, pixels=pixels)
-    wanted = {"Claims of the paper": claims.PAPER, "What our form adds": goals.OURS}
+    wanted = {"Claims of the paper": claims.PAPER, "What our form adds": goals.OURS + goals.BY_PIXELS}
     if name == "short" and own:
         wanted["Our own goals"] = goals.GOALS
     if name == "paper" and own:  # the paper's figures are of its own length and learning rate
