@@ -427,7 +427,7 @@ def test_a_row_differs_from_its_plain_one_by_its_memory_alone(recipe):
         assert case.config.method_settings == plain.method_settings  # key_batchnorm among them
         if plain.base_method == "moco":
             assert (case.config.queue or case.config.memory_size) == plain.memory_size
-    assert sum(case.config.source == "memory" and case.config.memory_policy == "duel" for case in rows.values()) == 8
+    assert sum(case.config.source == "memory" and case.config.memory_policy == "duel" for case in rows.values()) == 12
 
 
 def test_the_demo_rows_differ_in_who_leaves_only():
