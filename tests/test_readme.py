@@ -18,7 +18,7 @@ TEXT = "\n".join(PAGES.values())
 def test_the_snippets_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-    assert len(snippets) == 7
+    assert len(snippets) == 8
     names: dict = {}
     for snippet in snippets:
         exec(compile(snippet, "README.md", "exec"), names)
@@ -26,6 +26,7 @@ def test_the_snippets_run_one_after_the_other(tmp_path, monkeypatch):
     assert names["slots"].shape == (64,)
     assert len(set(names["batch"].tolist())) == 256
     assert names["blocked"].shape == (64, 512)
+    assert len(names["seen"]) == 64
     assert names["done"].duplicates.shape == (512,)
     queue = names["queue"]
     queue.update(names["memory"].embeddings)

@@ -212,6 +212,14 @@ BY_PIXELS: tuple[Claim, ...] = tuple(
             f"{label} by thumbnails is above every rival at ×27 by more than the seeds' spread, linear probe",
             _beats(row, "rivals", WORST),
         ),
+        *(
+            Claim(
+                f"{label} by thumbnails is above every other memory on {what}, at ×27, by more than the seeds' spread, "
+                "linear probe",
+                _beats(row, grid, GRIDS[grid].data[-1]),
+            )
+            for grid, what in FRAMES.items()
+        ),
     )
 )
 # Set for CIFAR-10 at ×27, ResNet-18, 5,000 steps.
