@@ -45,8 +45,9 @@ def test_unit_rows_of_every_size(channels: int, side: int) -> None:
 
 def test_an_image_of_that_size_is_its_own_thumbnail() -> None:
     images = torch.rand(5, 3, SIDE, SIDE, dtype=torch.float64)
-    centred = images - images.mean((2, 3), keepdim=True)
-    torch.testing.assert_close(duel.thumbnails(images), normalize(centred.flatten(1), dim=1).float())
+    centred = (images - images.mean((2, 3), keepdim=True)).flatten(1)
+    floor = torch.full((5, 1), 2 / 255 * 192**0.5, dtype=torch.float64)
+    torch.testing.assert_close(duel.thumbnails(images), normalize(torch.cat([centred, floor], 1), dim=1).float())
 
 
 def test_fields_are_means() -> None:
@@ -60,7 +61,7 @@ def test_fields_are_means() -> None:
 def test_neither_brightness_nor_contrast_counts() -> None:
     images = scenes(6).float() / 255
     rows = duel.thumbnails(images)
-    torch.testing.assert_close(duel.thumbnails(0.4 * images + 0.3), rows, atol=1e-5, rtol=0)
+    assert ((duel.thumbnails(0.4 * images + 0.3) * rows).sum(1) > 0.995).all()
     tint = torch.tensor([0.1, 0.0, -0.1]).view(3, 1, 1)  # nor what is added to a channel as a whole
     torch.testing.assert_close(duel.thumbnails(images + tint), rows, atol=1e-5, rtol=0)
     torch.testing.assert_close(duel.thumbnails(scenes(6)), rows)
@@ -71,8 +72,21 @@ def test_plain_areas_of_colour_are_all_alike() -> None:
     """And not what rounding makes of them."""
     plain = torch.arange(0, 256, 5).view(-1, 1, 1, 1).expand(-1, 3, 30, 30)
     rows = duel.thumbnails(torch.cat([plain.to(torch.uint8), plain.to(torch.uint8).flip(0)]))
-    assert torch.equal(rows, torch.eye(length(3))[:1].expand(len(rows), -1))
-    assert duel.thumbnails(torch.full((1, 3, 30, 30), 1 / 3))[0, 0] == 1
+    axis = torch.eye(length(3))[-1:]
+    torch.testing.assert_close(rows, axis.expand(len(rows), -1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(duel.thumbnails(torch.full((1, 3, 30, 30), 1 / 3)), axis)
+
+
+@pytest.mark.parametrize("noise", [1.0, 3.0])
+def test_a_dark_scene_does_not_fill_the_memory_with_its_noise(noise: float) -> None:
+    """As a camera's whose lens is covered half of the time."""
+    generator = torch.Generator().manual_seed(0)
+    dark = 20 + noise * torch.randn(2000, 3, 32, 32, generator=generator)
+    frames = torch.stack([scenes(2000), dark.round().clamp(0, 255).to(torch.uint8)], dim=1).flatten(0, 1)
+    memory = duel.WorkingMemory(256, length(3), duel.policies.Duel("exponential:0.05"), {"dark": ((), torch.bool)})
+    for i in range(0, len(frames), 100):
+        memory.update(duel.thumbnails(frames[i : i + 100]), dark=torch.arange(i, i + 100) % 2 == 1)
+    assert memory["dark"].float().mean() < 0.05
 
 
 def test_frames_of_an_image_are_nearer_than_other_images() -> None:

@@ -22,14 +22,6 @@ def unit(vectors: Tensor) -> Tensor:
     return F.normalize(vectors.float(), dim=-1)
 
 
-def direction(vectors: Tensor) -> Tensor:
-    """Rows (n, d) at unit length, as a memory wants all of them; the first axis for a row of zeros."""
-    length = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
-    axis = torch.zeros_like(vectors)
-    axis[:, 0].fill_(1.0)
-    return torch.where(length == 0, axis, vectors / length)
-
-
 def info_nce(
     query: Tensor,
     key: Tensor,

@@ -17,11 +17,10 @@ from .data.live import LiveStream
 from .data.stream import Stream
 from .errors import UserError
 from .inputs import Inputs
-from .losses import direction
 from .memory import WorkingMemory
 from .methods import StepOutput
 from .methods.base import Encoded
-from .pixels import length
+from .pixels import length as thumbnail_length
 
 #: Payload that keeps the backbone features, so that they can be centred anew without being encoded again.
 FEATURE = "feature"
@@ -114,9 +113,13 @@ class Upkeep:
         return {"policy_embeddings": self._direction(encoded.features), FEATURE: encoded.features}
 
     def _direction(self, features: Tensor) -> Tensor:
-        """Unit vectors from the centre to features (n, f)."""
+        """Unit vectors from the centre to features (n, f); the first axis for a feature that is the centre."""
         assert self.centre is not None
-        return direction(features - self.centre)
+        away = features - self.centre
+        length = torch.linalg.vector_norm(away, dim=1, keepdim=True)
+        axis = torch.zeros_like(away)
+        axis[:, 0].fill_(1.0)
+        return torch.where(length == 0, axis, away / length)
 
     def state_dict(self) -> dict[str, Any]:
         return {"memory": self.memory.state_dict(), "centre": self.centre}
@@ -151,7 +154,7 @@ def build_memory(config: TrainConfig, inputs: Inputs, feature_dim: int, device: 
         payload[FEATURE] = ((feature_dim,), torch.float32)
     memory = WorkingMemory(
         slots_for(config, inputs),
-        config.dim if config.memory_encoded else length(inputs.train.shape[0]),
+        config.dim if config.memory_encoded else thumbnail_length(inputs.train.shape[0]),
         build_policy(config, inputs),
         payload,
         policy_dim=policy_dim,
