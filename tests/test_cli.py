@@ -88,6 +88,8 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
     assert (
         parsed("--method", "d-moco", "--score", "0.1*linear+0.9*gaussian:0.01").score == "0.1*linear+0.9*gaussian:0.01"
     )
+    blind = parsed("--method", "simclr", "--source", "memory", "--policy", "reservoir", "--space", "pixels")
+    assert not blind.memory_encoded  # which is all that it asks of a space
     assert parsed("--batch-size", "512").lr == pytest.approx(0.24)
     assert parsed("--batch_size=512").lr == pytest.approx(0.24)
     literal = "--data cifar10 --method simclr --recipe standard --bias 27 --steps 5000 --out runs/x"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 from pathlib import Path
@@ -107,6 +108,30 @@ def test_newcomers_that_only_replace_each_other_leave_a_memory_unchanged(score, 
         assert admit == "compete" or int(memory.age.min()) == 0
         said = eye.warnings(eye.read(torch.arange(3), updates=1), 1)
         assert len([message for message in said if "replace each other. If" in message]) == count
+
+
+def test_what_is_said_of_thumbnails_asks_for_no_encoding():
+    """Nor is it said that they are stale."""
+    sharp, broad = Duel("exponential:0.05"), Duel("gaussian:1")
+    changes = {"memory_age_p10": 1e6, "memory_staleness": 1e6, "memory_largest": 0.9, "memory_distinct": 0.1}
+    told = {}
+    for policy in (sharp, broad):
+        for encoded in (True, False):
+            _, _, eye = watched(copy.deepcopy(policy), stream_largest=0.5)
+            eye.encoded = encoded
+            found = eye.read(torch.arange(3), updates=1) | changes | {"memory_duplicates": 59.0}
+            told[policy.score.name, encoded] = " / ".join(eye.warnings(found, 10**6))
+    for name in ("exponential:0.05", "gaussian:1"):
+        assert "raise --refresh" in told[name, True]
+        assert "by another network" in told[name, True]
+        assert "encoder learns" in told[name, True]
+        for word in ("--refresh", "by another network", "encoder", "--lr", "--warmup"):
+            assert word not in told[name, False]
+        assert "thing new, use a sharper --score or set --max-age" in told[name, False]
+        assert "fewer slots (--memory-size) or use a sharper --score" in told[name, False]
+    assert "may be no duplicates of each other; try another --space" in told["exponential:0.05", False]
+    assert "thumbnails are nearly all alike (mean N 59 of 60" in told["exponential:0.05", False]
+    assert "the embeddings are nearly all alike" in told["exponential:0.05", True]
 
 
 def of_classes(policy, largest, *, stream=0.75, done=PATIENCE, **more):

@@ -67,9 +67,9 @@ def test_the_interval_of_a_gap_covers_it_as_often_as_it_says() -> None:
 def test_no_gap_and_unbounded_gaps_are_not_dressed_up() -> None:
     assert stats.gap_recovered({}, {0: 2.0}, {0: 3.0}) is None
     assert stats.gap_recovered({0: 1.0}, {0: 2.0}, {0: 2.0}) == stats.Recovered(None, None, None, 1)
-    one = stats.gap_recovered({0: 2.5}, {0: 2.0}, {0: 3.0})
+    one = stats.gap_recovered({0: 3.0}, {0: 2.0}, {0: 4.0})
     assert one == stats.Recovered(0.5, None, None, 1)
-    small = stats.gap_recovered({0: 2.5}, {0: 2.0}, {0: 2.9})
+    small = stats.gap_recovered({0: 2.5}, {0: 2.0}, {0: 3.9})
     assert small == stats.Recovered(None, None, None, 1)
     seeds = {0: 4.0, 1: 2.0, 2: 1.0}
     chosen = stats.gap_recovered({0: 4.0}, dict.fromkeys(seeds, 2.0), seeds)  # the other seeds tell that there is none

@@ -121,6 +121,7 @@ CASES = {
     "moco-queue": small("d-moco", source="memory", queue=24, refresh=8),
     "d-byol": small("d-byol", source="memory", refresh=8),
     "pixels": small("d-simclr", source="memory", space="pixels", refresh=8),
+    "pixels-host": small("d-simclr", source="memory", space="pixels", memory_images="host"),
     "memory-first-moco": small("moco", source="memory", policy="duel", admit="compete", score="exponential:0.05"),
 }
 

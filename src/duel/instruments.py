@@ -197,7 +197,7 @@ class Instruments:
         if _height(policy.score, 0.5) > _height(SHARP, 0.5):
             return f"try --score {SHARP.name} (it is {policy.score.name})"
         if not self.encoded:
-            return "by their thumbnails its images are no duplicates of each other; try --space backbone"
+            return "by their thumbnails its images may be no duplicates of each other; try another --space"
         space = "--space backbone, " if self.memory.policy_dim is None else ""
         return (
             f"its --score ({policy.score.name}) is sharp enough; try {space}a larger --memory-size or --refresh, or do "
@@ -213,10 +213,11 @@ class Instruments:
         if not isinstance(self.memory.policy, Duel | MinRed) or distinct * size >= COPIES * min(size, brought):
             return ""
         sharper, learning = self._sharper(), ", or look whether the encoder learns at all" * self.encoded
+        comma = (", " if self.encoded else " or ") * bool(sharper)
         return (
             f"the memory's {size} slots hold only {distinct * size:.0f} different items, some of them often: those "
             "that look unlike all others come again and again. Give it fewer slots (--memory-size)"
-            f"{', ' * bool(sharper)}{sharper}{learning}"
+            f"{comma}{sharper}{learning}"
         )
 
     def _alike(self, found: dict[str, float]) -> str:
@@ -227,7 +228,7 @@ class Instruments:
             return ""
         by = f"(mean N {found['memory_duplicates']:.0f} of {self.memory.size} by --score {policy.score.name})"
         if not self.encoded:
-            return f"the images' thumbnails are nearly all alike {by}: use a sharper --score, or --space backbone"
+            return f"the images' thumbnails are nearly all alike {by}: use a sharper --score, or another --space"
         return (
             f"the embeddings are nearly all alike {by}, which no policy can mend: try a lower --lr or a longer "
             "--warmup (SimCLR: and no --memory-negatives)"

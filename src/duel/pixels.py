@@ -16,7 +16,7 @@ from .errors import UserError
 SIDE = 8
 """In pixels. docs/decisions.md has how well other sides tell frames of an image from other images."""
 FLOOR = 2 / 255
-"""Contrast, of a range of 0 to 1, that noise may have: with less a thumbnail is one of a plain area, whatever it shows."""
+"""Contrast, of a range of 0 to 1, that noise may have: with less a thumbnail is that of a plain area."""
 
 
 def length(channels: int) -> int:

@@ -53,7 +53,7 @@ def _outperforms(measure: str) -> Callable[[Evidence], Verdict]:
                 least = min(ahead, key=lambda when: ahead[when].mean) if ahead else None
                 where = "" if least is None else f" (least at {least})"
                 found[f"{mine} over {theirs}{where}"] = None if least is None else ahead[least]
-        return weigh(found | {_times(bias): None for bias in BIASES if _times(bias) not in run}, every="for")
+        return weigh(found | {_times(bias): None for bias in BIASES if _times(bias) not in run})
 
     return judge
 
@@ -76,7 +76,7 @@ def _grows(evidence: Evidence) -> Verdict:
         worst, balanced = (evidence.gains(row, data, "probe") for data in (WORST, BALANCED))
         found[f"{label} at ×27"] = summary(list(worst.values()))
         found[f"{label} at ×27 over ×1"] = paired_difference(worst, balanced)
-    return weigh(found, every="for")
+    return weigh(found)
 
 
 def _against_linear(method: str, evidence: Evidence, *, sign: int = 1) -> dict[str, Summary | None]:

@@ -66,7 +66,7 @@ def _beats(row: str, grid: str, data: Data) -> Callable[[Evidence], Verdict]:
             ROWS[rival].label: paired_difference(mine, evidence.figures(rival, data, "probe")) for rival in rivals
         }
         own = summary(list(mine.values()))
-        return weigh(differences, "beyond the spread", spread=None if own is None else own.std, every="against")
+        return weigh(differences, "beyond the spread", spread=None if own is None else own.std, every=True)
 
     return judge
 
@@ -177,8 +177,8 @@ OURS: tuple[Claim, ...] = tuple(
                     _than_plain(row, GRIDS[grid].data, "above"),
                 ),
                 Claim(
-                    f"{label} (ours) is above every other memory on {what}, at ×27, by more than the seeds' spread, "
-                    "linear probe",
+                    f"{label} (ours) is above every memory of another policy on {what}, at ×27, by more than the "
+                    "seeds' spread, linear probe",
                     _beats(row, grid, GRIDS[grid].data[-1]),
                 ),
             )
@@ -204,7 +204,7 @@ BY_PIXELS: tuple[Claim, ...] = tuple(
             _than_plain(row, WORST_KINDS, "above"),
         ),
         Claim(
-            f"{label} by thumbnails is not below {label} (ours), by the encoder's features, there, clearly or by half "
+            f"{label} by thumbnails is not below {label} (ours), by what the encoder gives, there, clearly or by half "
             "a point in the mean",
             _near(row, OUR_ROWS[label], WORST_KINDS),
         ),
@@ -214,8 +214,8 @@ BY_PIXELS: tuple[Claim, ...] = tuple(
         ),
         *(
             Claim(
-                f"{label} by thumbnails is above every other memory on {what}, at ×27, by more than the seeds' spread, "
-                "linear probe",
+                f"{label} by thumbnails is above every memory of another policy on {what}, at ×27, by more than the "
+                "seeds' spread, linear probe",
                 _beats(row, grid, GRIDS[grid].data[-1]),
             )
             for grid, what in FRAMES.items()

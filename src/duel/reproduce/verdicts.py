@@ -63,6 +63,9 @@ class Verdict:
         return words + " …" * words.endswith("when") + "\\*" * self.incomplete
 
 
+NO_PAIRS = "no paired runs"
+
+
 @dataclass(frozen=True)
 class Claim:
     text: str
@@ -75,14 +78,14 @@ def weigh(
     *,
     at_least: float = 0.0,
     spread: float | None = None,
-    every: str | None = None,
+    every: bool = False,
 ) -> Verdict:
     """A claim about every one of these paired differences (condition -> points).
 
     above: clearly positive, and `at_least` so large in the mean. not below: none clearly negative, nor by more than
     NEAR in the mean. beyond the spread: clearly positive, and by more than their own standard deviation, or `spread`
-    for one seed. apart: clearly not zero. One seed cannot be clear: its sign counts, and the verdict names it; where
-    nothing could be said against the claim then, it counts as not measured.
+    for one seed. apart: clearly not zero. One seed cannot be clear: its sign counts (NEAR, for not below), and
+    the verdict names it; where nothing could be said against the claim then, it is shown and not judged by.
     every: see `conclude`.
     """
 
@@ -99,9 +102,13 @@ def weigh(
         return d.n > 1 or not (wanted == "apart" or (wanted == "beyond the spread" and spread is None and d.mean > 0))
 
     judged = {when: d if d is not None and says_something(d) else None for when, d in differences.items()}
-    found = conclude(judged, passes, points, every=every)
+    aside = [f"{when} {points(d)}, too few" for when, d in differences.items() if d is not None and not judged[when]]
+    found = conclude(judged, passes, points, every=every, nothing="; ".join(aside) or NO_PAIRS)
+    if aside and found.measured:
+        found = dataclasses.replace(found, evidence="; ".join([found.evidence, *aside]))
     below = any(d is not None and beyond_zero(d, -1) for d in judged.values())
-    if found.outcome == "does not hold" and not below and not at_least and not every:
+    unclear = not below and not at_least and not every and wanted != "beyond the spread"
+    if found.outcome == "does not hold" and unclear:
         return dataclasses.replace(found, note=": no difference is clear" + found.note)
     return found
 
@@ -111,14 +118,14 @@ def conclude(
     passes: Callable[[Measured], bool],
     show: Callable[[Measured], str],
     *,
-    nothing: str = "no paired runs",
+    nothing: str = NO_PAIRS,
     enough: int = 1,
-    every: str | None = None,
+    every: bool = False,
 ) -> Verdict:
     """A claim that holds where every condition that has been measured passes.
 
     enough: seeds that it asks for. every: it is false as soon as one condition fails, as that of being above all others
-    is, which this word stands before; else it holds except there, or only where the others are.
+    is; else it holds except there, or only where the others are.
     """
     measured = {when: value for when, value in found.items() if value is not None}
     if not measured:
@@ -129,7 +136,7 @@ def conclude(
     outcome: Outcome = "does not hold" if not good else "holds so far" if missing else "holds"
     note = ""
     if good and bad and every:
-        outcome, note = "does not hold", f" {every} {_listed(bad)}"
+        outcome, note = "does not hold", f" against {_listed(bad)}"
     elif good and bad:
         outcome = "holds except when" if len(good) > len(bad) else "holds only when"
         note = f" {_listed(bad if len(good) > len(bad) else good)}"
