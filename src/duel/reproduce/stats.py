@@ -72,9 +72,8 @@ def gap_recovered(
 
     plain: the same method without DUEL, at that bias. balanced: the plain method on balanced data. Whether there is a
     gap has to be said by all seeds that these two have and by those shared with the method, and by one alone only if it
-    is at least LARGE. The interval is Fieller's
-    (1954) for a ratio of two means that vary together; it is bounded where the gap is clear. None for fewer than two
-    seeds. None altogether where no seed has all three.
+    is at least LARGE. The interval is Fieller's (1954) for a ratio of two means that vary together; it is bounded where
+    the gap is clear. None for fewer than two seeds. None altogether where no seed has all three.
     """
     seeds = sorted(method.keys() & plain.keys() & balanced.keys())
     gain = np.array([method[s] - plain[s] for s in seeds], dtype=np.float64)
