@@ -261,6 +261,26 @@ def test_thumbnails_are_held_against_the_plain_row_and_against_ours() -> None:
     assert rivals.evidence == "SimCLR +10.30 ± 0.00 (4)"  # our own form is none
 
 
+def test_at_equal_images_rivals_of_any_length_count_and_controls_are_judged_apart() -> None:
+    found = [record("d-simclr-pixels-longer", 27, s, 0.75) for s in (2, 3, 4)]
+    found += [record("d-simclr-pixels", 27, s, 0.73) for s in (2, 3, 4)]
+    probes = {"": 0.66, "-longer": 0.69, "-memory-minred": 0.73, "-memory-reservoir-longer": 0.7}
+    probes |= {"-memory-distinct-longer": 0.76, "-memory-minred-pixels": 0.72, "-memory-minred-pixels-longer": 0.75}
+    found += [record(f"simclr{row}", 27, s, probe) for row, probe in probes.items() for s in (2, 3, 4)]
+    start = "D-SimCLR by thumbnails, trained until it has encoded as many images as D-SimCLR (ours), is above"
+    rivals = judged(found, goals.BY_PIXELS, f"{start} every rival")
+    assert rivals.outcome == "holds so far"
+    assert "SimCLR, memory-first, MinRed +2.00 ± 0.00 (3)" in rivals.evidence
+    assert "SimCLR, longer (as many images as ours) +6.00" in rivals.evidence
+    assert "ids" not in rivals.words + rivals.evidence
+    controls = judged(found, goals.BY_PIXELS, f"{start} images known by their ids")
+    assert controls.outcome == "does not hold"
+    assert "ids, longer (as many images as ours) -1.00" in controls.evidence
+    assert "MinRed by thumbnails +3.00" in controls.evidence
+    shorter = judged(found, goals.BY_PIXELS, "D-SimCLR by thumbnails is above every rival that is trained for as many")
+    assert "longer" not in shorter.words + shorter.evidence
+
+
 def test_rivals_go_by_their_labels() -> None:
     found = [record("d-simclr-ours", 27, s, 0.7) for s in range(2, 10)]
     found += seeds(lambda s, probe: record("simclr-memory-minred", 27, s, probe), [0.65, 0.70] * 4)

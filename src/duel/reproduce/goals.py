@@ -52,14 +52,32 @@ def _near(row: str, other: str, kinds: Sequence[Data]) -> Callable[[Evidence], V
     return judge
 
 
-def _beats(row: str, grid: str, data: Data) -> Callable[[Evidence], Verdict]:
-    """Against the literal form and every row of the grid for its method that is not a form of ours nor the oracle's,
-    which is a control."""
+def _rivals(row: str, grid: str) -> list[str]:
+    """The literal form and every row of the grid for its method that is not a form of ours nor the oracle's, which is a
+    control; nor trained for longer, if the row itself encodes no more than the plain method."""
     plain = ROWS[row].plain
     others = (ROWS[name] for name in GRIDS[grid].rows if not name.startswith("d-"))
-    rivals = [f"d-{plain}-literal"]
-    rivals += [r.name for r in others if r.plain == plain and r.settings.get("policy") != "oracle"]
+    cheap = row in PIXELS.values()
+    return [
+        f"d-{plain}-literal",
+        *(
+            rival.name
+            for rival in others
+            if rival.plain == plain and rival.settings.get("policy") != "oracle" and not (cheap and rival.as_many_as)
+        ),
+    ]
 
+
+def _is_control(row: str) -> bool:
+    """Whether a rival is nobody's proposal: it knows images by their numbers, or another's policy sees thumbnails."""
+    settings = ROWS[row].settings
+    return settings.get("policy") == "distinct" or (settings.get("policy"), settings.get("space")) == (
+        "minred",
+        "pixels",
+    )
+
+
+def _beats(row: str, data: Data, rivals: Sequence[str]) -> Callable[[Evidence], Verdict]:
     def judge(evidence: Evidence) -> Verdict:
         mine = evidence.figures(row, data, "probe")
         differences = {
@@ -165,7 +183,7 @@ OURS: tuple[Claim, ...] = tuple(
         ),
         Claim(
             f"{label} (ours) is above every rival at ×27 by more than the seeds' spread, linear probe",
-            _beats(row, "rivals", WORST),
+            _beats(row, WORST, _rivals(row, "rivals")),
         ),
         *(
             claim
@@ -179,7 +197,7 @@ OURS: tuple[Claim, ...] = tuple(
                 Claim(
                     f"{label} (ours) is above every memory of another policy on {what}, at ×27, by more than the "
                     "seeds' spread, linear probe",
-                    _beats(row, grid, GRIDS[grid].data[-1]),
+                    _beats(row, GRIDS[grid].data[-1], _rivals(row, grid)),
                 ),
             )
         ),
@@ -209,14 +227,30 @@ BY_PIXELS: tuple[Claim, ...] = tuple(
             _near(row, OUR_ROWS[label], WORST_KINDS),
         ),
         Claim(
-            f"{label} by thumbnails is above every rival at ×27 by more than the seeds' spread, linear probe",
-            _beats(row, "rivals", WORST),
+            f"{label} by thumbnails is above every rival that is trained for as many steps at ×27 by more than the "
+            "seeds' spread, linear probe",
+            _beats(row, WORST, _rivals(row, "rivals")),
+        ),
+        *(
+            Claim(
+                f"{label} by thumbnails, trained until it has encoded as many images as {label} (ours), is above "
+                f"{what} at ×27 by more than the seeds' spread, linear probe",
+                _beats(
+                    f"{row}-longer",
+                    WORST,
+                    [rival for rival in _rivals(f"{row}-longer", "rivals") if _is_control(rival) == control],
+                ),
+            )
+            for control, what in (
+                (False, "every rival that is trained for as many steps or encodes as many images"),
+                (True, "images known by their ids and MinRed by thumbnails"),
+            )
         ),
         *(
             Claim(
                 f"{label} by thumbnails is above every memory of another policy on {what}, at ×27, by more than the "
                 "seeds' spread, linear probe",
-                _beats(row, grid, GRIDS[grid].data[-1]),
+                _beats(row, GRIDS[grid].data[-1], _rivals(row, grid)),
             )
             for grid, what in FRAMES.items()
         ),

@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import recipes
 from ..config import MethodName, TrainConfig
+from ..names import BLIND_POLICIES
 from .fingerprint import MEMORY
 
 Settings = Mapping[str, Any]
@@ -60,6 +61,10 @@ def _plain(name: MethodName, label: str) -> Row:
     return Row(name, label, name, name, paper=name)
 
 
+SEEN: Settings = {"space": "pixels", "refresh": 0}
+"""A memory for which nothing is encoded."""
+
+
 def _variants(base: str, word: str) -> list[Row]:
     """The D-rows of one method and what they are compared with at equal budget."""
     method: Any = f"d-{base}"
@@ -78,7 +83,6 @@ def _variants(base: str, word: str) -> list[Row]:
     def control(name: str, label: str, start: Settings, **changes: Any) -> Row:
         return Row(f"{method}-{name}", f"D-{word}, {label}", method, base, {**start, **changes})
 
-    seen: Settings = {"space": "pixels", "refresh": 0}  # which encodes nothing
     rows = [
         Row(f"{method}-literal", f"D-{word}, literal", method, base, literal, paper=method),
         Row(f"{method}-ours", f"D-{word}, ours", method, base, ours),
@@ -92,7 +96,7 @@ def _variants(base: str, word: str) -> list[Row]:
             f"{word}, memory-first, MinRed by thumbnails",
             method,
             base,
-            {**ours, "method": base, "policy": "minred", **seen},
+            {**ours, "method": base, "policy": "minred", **SEEN},
         ),
         memory_first("distinct", "images known by their ids"),
         memory_first("oracle", "balanced by an oracle"),
@@ -104,7 +108,7 @@ def _variants(base: str, word: str) -> list[Row]:
             {**stream, "method": base, "policy": "oracle"},
         ),
         control("at-once", "ours, a batch evicted at once", ours, at_once=True),
-        control("pixels", "ours, compared by thumbnails", ours, **seen),
+        control("pixels", "ours, compared by thumbnails", ours, **SEEN),
         control("compete", "ours, newcomers compete", ours, admit="compete"),
         control("adaptive", "ours, adaptive width", ours, policy="adaptive"),
         control("wide", f"ours, score {WIDE}", ours, score=WIDE),
@@ -195,10 +199,12 @@ def _without_negatives(base: MethodName, word: str) -> list[Row]:
 
 
 def _longer(row: Row) -> Row:
-    """A row without a memory of images, at the cost of ours."""
+    """A row that encodes less per step, at the cost of ours. A policy that compares nothing has nothing encoded."""
+    settings = {**row.settings, **SEEN} if row.settings.get("policy") in BLIND_POLICIES else row.settings
     return dataclasses.replace(
         row,
         name=f"{row.name}-longer",
+        settings=settings,
         label=f"{row.label}, longer (as many images as ours)",
         paper=None,
         as_many_as=f"d-{row.plain}-ours",
@@ -270,5 +276,15 @@ _ALL = [
         {**LITERAL["d-simclr"], "memory_view": "augmented"},
     ),
 ]
-_LONGER = ("simclr", "simclr-debiased", "simclr-debiased-warm", "simclr-temperature", "moco", "moco-temperature")
+_LONGER = (
+    *("simclr-debiased", "simclr-debiased-warm"),
+    *(
+        pattern.format(base)
+        for base, _ in _BASES
+        for pattern in (
+            *("{}", "{}-temperature", "d-{}-pixels", "{}-memory-minred-pixels"),
+            *("{}-memory-fifo", "{}-memory-reservoir", "{}-memory-distinct"),
+        )
+    ),
+)
 ROWS: Mapping[str, Row] = {row.name: row for row in (*_ALL, *(_longer(row) for row in _ALL if row.name in _LONGER))}
