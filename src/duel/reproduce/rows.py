@@ -199,13 +199,15 @@ def _without_negatives(base: MethodName, word: str) -> list[Row]:
 
 
 def _longer(row: Row) -> Row:
-    """A row that encodes less per step, at the cost of ours. A policy that compares nothing has nothing encoded."""
-    settings = {**row.settings, **SEEN} if row.settings.get("policy") in BLIND_POLICIES else row.settings
+    """A row that encodes less per step, at the cost of ours. Of a memory no more is encoded than its policy needs:
+    nothing for one that compares nothing, newcomers alone for another."""
+    cut: Settings = SEEN if row.settings.get("policy") in BLIND_POLICIES else {"refresh": 0}
+    less = row.settings.get("refresh", 0) > 0 and cut is not SEEN
     return dataclasses.replace(
         row,
         name=f"{row.name}-longer",
-        settings=settings,
-        label=f"{row.label}, longer (as many images as ours)",
+        settings={**row.settings, **cut} if row.settings.get("source") == "memory" else row.settings,
+        label=f"{row.label}{', nothing encoded anew' * less}, longer (as many images as ours)",
         paper=None,
         as_many_as=f"d-{row.plain}-ours",
     )
@@ -283,7 +285,7 @@ _LONGER = (
         for base, _ in _BASES
         for pattern in (
             *("{}", "{}-temperature", "d-{}-pixels", "{}-memory-minred-pixels"),
-            *("{}-memory-fifo", "{}-memory-reservoir", "{}-memory-distinct"),
+            *("{}-memory-fifo", "{}-memory-reservoir", "{}-memory-distinct", "{}-memory-minred"),
         )
     ),
 )
