@@ -133,6 +133,8 @@ def test_the_tuning_has_seeds_of_its_own() -> None:
     assert everything[0].config.seed == scale.seeds[0]  # evidence first
     balanced = {p.row.name for p in runs_of("tuning", "short") if p.config.bias == 1}
     assert balanced == {"simclr", "moco", "moco-cold"}  # for the gap
+    balanced = {p.row.name for p in runs_of("rivals", "short") if p.config.bias == 1}
+    assert balanced == {row.baseline for row in map(ROWS.__getitem__, GRIDS["rivals"].rows)}
     assert "seeds 0, 1" in (set_aside("table2", "short", (1, 2)) or "")
     assert "seeds 0, 1" in (set_aside("tuning", "short", (7,)) or "")
     assert set_aside("tuning", "short", (0, 1)) is None
@@ -177,7 +179,7 @@ CHEAP = ("fifo", "reservoir", "distinct", "minred-pixels", "minred")
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_longer_rows_encode_as_many_images_as_ours(scale: str) -> None:
-    plan = {p.row.name: p for p in runs_of("rivals", scale, seeds=(2,))}
+    plan = {p.row.name: p for p in runs_of("rivals", scale, seeds=(2,), biases=[27.0])}
     longer = [p for p in plan.values() if p.row.as_many_as]
     cheaper = ("{}", "{}-temperature", "d-{}-pixels", *(f"{{}}-memory-{policy}" for policy in CHEAP))
     assert {p.row.name.removesuffix("-longer") for p in longer} == {
@@ -197,7 +199,7 @@ def test_longer_rows_encode_as_many_images_as_ours(scale: str) -> None:
 
 
 def test_a_longer_row_stands_beside_the_others() -> None:
-    (planned,) = runs_of("rivals", "short", rows=["simclr-longer"], seeds=(2,))
+    (planned,) = runs_of("rivals", "short", rows=["simclr-longer"], biases=[27.0], seeds=(2,))
     assert planned.config.steps == 12_564
     record = fake(planned.config, row="simclr-longer")
     assert record.own_length

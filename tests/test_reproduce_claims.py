@@ -281,6 +281,20 @@ def test_at_equal_images_rivals_of_any_length_count_and_controls_are_judged_apar
     assert "longer" not in shorter.words + shorter.evidence
 
 
+def test_the_gap_of_a_longer_row_is_that_of_plain_rows_as_long() -> None:
+    found = [record("d-simclr-pixels-longer", 27, s, 0.78) for s in (2, 3, 4)]
+    found += [record("simclr", 27, s, 0.66) for s in (2, 3, 4)] + [record("simclr", 1, s, 0.72) for s in (2, 3, 4)]
+    claim = "D-SimCLR by thumbnails recovers 95 % of both gaps"
+    assert judged(found, goals.BY_PIXELS, claim).outcome == "not yet measured"  # not two times the shorter rows' gap
+    found += [record("simclr-longer", 27, s, 0.70) for s in (2, 3, 4)]
+    found += [record("simclr-longer", 1, s, 0.80) for s in (2, 3, 4)]
+    gap = Evidence(found, SHORT).gap("d-simclr-pixels-longer", Data(27.0), "probe")
+    assert gap is not None
+    assert gap.share == pytest.approx(0.8)
+    assert Evidence(found, SHORT).gap("simclr-longer", Data(27.0), "probe") is None
+    assert judged(found, goals.BY_PIXELS, claim).outcome == "does not hold"
+
+
 def test_rivals_go_by_their_labels() -> None:
     found = [record("d-simclr-ours", 27, s, 0.7) for s in range(2, 10)]
     found += seeds(lambda s, probe: record("simclr-memory-minred", 27, s, probe), [0.65, 0.70] * 4)

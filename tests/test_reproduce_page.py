@@ -303,6 +303,11 @@ def test_a_row_of_its_own_length_stands_among_the_others() -> None:
     assert text.count("\n## Scale `short`") == 1
     assert "13 runs on G, torch 2, commit 0123456. Measured" in text
     assert "| SimCLR, longer (as many images as ours) | ×27 | 50.00 (1) |" in section(text, "rivals")
+    balanced = [record("simclr-longer", 1, 2, 0.8), record("d-simclr-pixels-longer", 27, 2, 0.74)]
+    rivals = section(page([*runs(), record("simclr-longer", 27, 2, 0.5), *balanced]), "rivals")
+    assert "| SimCLR, longer (as many images as ours) | ×1 | 80.00 (1) |" in rivals
+    (ours,) = re.findall(r"^\| D-SimCLR, ours, compared by thumbnails, longer .*$", rivals, flags=re.MULTILINE)
+    assert "| 80 % (1) |" in ours  # of 30 points between plain rows as long
 
 
 def section(text: str, title: str) -> str:

@@ -121,8 +121,9 @@ class Evidence:
         return summary(list(self.gains(row, data, measure).values()))
 
     def gap(self, row: str, data: Data, measure: str) -> Recovered | None:
-        """Share of the plain row's loss against balanced data that the row makes good."""
-        plain = ROWS[row].plain
+        """Share of the plain row's loss against balanced data that the row makes good; of a row that is trained for
+        longer, of the plain row's that is too."""
+        plain = ROWS[row].baseline
         if data == BALANCED or row == plain:
             return None
         return gap_recovered(

@@ -46,7 +46,7 @@ its Top-k does not say where neighbours come from.
 | images known by their ids | a uniform sample of the different images seen so far, by their numbers in the data and whatever they look like: what exact copies alone explain. Of frames it knows which image they show, which no camera says |
 | thumbnails | the memory compares images at 8 × 8 pixels and not what the encoder gives, so that nothing is encoded for it. Digits have 8 × 8 pixels: there an image is its own thumbnail, which nearly tells its class |
 | stream-first, memory-first | batches come from the stream and the memory gives negatives; batches are drawn from the memory |
-| gap recovered | (row - plain) / (plain on balanced data - plain), with a 95 % interval over seeds (Fieller 1954); "no clear gap" where what the plain row lost is not clear of zero, or by one seed less than two points |
+| gap recovered | (row - plain) / (plain on balanced data - plain), of rows that are trained for longer both plain ones too; with a 95 % interval over seeds (Fieller 1954); "no clear gap" where what the plain row lost is not clear of zero, or by one seed less than two points |
 | Top-k | share of test images with an image of their class among the k nearest, from the test or the train set |
 | 5-shot | nearest mean of five labelled images per class, over many draws of them |
 | entropy of memory | of the classes in it, at the end, over the logarithm of their number: 1 is balanced, the stream itself has 0.48 at ×27 |

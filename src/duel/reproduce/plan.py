@@ -12,7 +12,7 @@ from ..errors import UserError, suggest
 from ..evaluation.settings import EvaluationSettings
 from .fingerprint import fingerprint
 from .paper import BIASES
-from .rows import ROWS, SCORES, Row
+from .rows import ROWS, SCORES, Row, longer
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,7 @@ GRIDS: Mapping[str, Grid] = {
             *(name for name, row in ROWS.items() if row.as_many_as),
         ),
         DRAWN[-1:],
+        balanced=(*_METHODS, *map(longer, _METHODS)),
         seeds=_PAIRED,
     ),
     "controls": Grid(

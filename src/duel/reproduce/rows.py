@@ -51,10 +51,20 @@ class Row:
     small: bool = False
     """With the scale's `small_memory`, so that it has to choose even from a fixed subset."""
 
+    @property
+    def baseline(self) -> str:
+        """The plain row at its cost, which gaps are measured from."""
+        return self.plain if self.as_many_as is None else longer(self.plain)
+
     def config(self, recipe: str, data: str) -> TrainConfig:
         return dataclasses.replace(
             recipes.recipe(recipe, method=self.method, data=data, source="stream"), **self.settings
         )
+
+
+def longer(row: str) -> str:
+    """The name of the same row, trained for as many images as ours."""
+    return f"{row}-longer"
 
 
 def _plain(name: MethodName, label: str) -> Row:
@@ -205,7 +215,7 @@ def _longer(row: Row) -> Row:
     less = row.settings.get("refresh", 0) > 0 and cut is not SEEN
     return dataclasses.replace(
         row,
-        name=f"{row.name}-longer",
+        name=longer(row.name),
         settings={**row.settings, **cut} if row.settings.get("source") == "memory" else row.settings,
         label=f"{row.label}{', nothing encoded anew' * less}, longer (as many images as ours)",
         paper=None,

@@ -152,14 +152,19 @@ def listing(evidence: Evidence, grids: Sequence[str], scale: str) -> str:
 
 
 def _pairs(grids: Sequence[str]) -> list[tuple[str, Data]]:
-    """By kind of data, then method: its plain row, also where only others are asked for, then the others."""
-    plains = dict.fromkeys(ROWS[row].plain for grid in grids for row in GRIDS[grid].rows)
+    """By kind of data, then method: the plain rows that gaps are measured from, also where only others are asked for,
+    then the others."""
+    asked = [ROWS[row] for grid in grids for row in GRIDS[grid].rows]
+    plains = {row.plain: [row.plain] for row in asked}
+    for row in asked:
+        if row.baseline not in plains[row.plain]:
+            plains[row.plain].append(row.baseline)
     kinds = dict.fromkeys([BALANCED, *(data for grid in grids for data in GRIDS[grid].data)])
     found = []
     for data in kinds:
-        for plain in plains:
+        for plain, baselines in plains.items():
             rows = [row for grid in grids if data in GRIDS[grid].data for row in GRIDS[grid].rows]
-            found += [(row, data) for row in dict.fromkeys([plain, *rows]) if ROWS[row].plain == plain]
+            found += [(row, data) for row in dict.fromkeys([*baselines, *rows]) if ROWS[row].plain == plain]
     return found
 
 
