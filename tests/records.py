@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from duel.reproduce import store
-from duel.reproduce.plan import SCALES, Data, Scale, plan_run
+from duel.reproduce.grids import Data
+from duel.reproduce.plan import SCALES, Scale, plan_run
 from duel.reproduce.rows import ROWS
 
 SHORT = SCALES["short"]

@@ -35,8 +35,9 @@ from duel.reproduce.estimate import Estimate, plan_lines, seconds_of
 from duel.reproduce.evidence import Evidence
 from duel.reproduce.execute import Job, Outcome
 from duel.reproduce.fingerprint import fingerprint
+from duel.reproduce.grids import GRIDS, Data
 from duel.reproduce.pixels import measure_pixels
-from duel.reproduce.plan import GRIDS, SCALES, Data, Planned, Variation, encoded_images, runs_of, set_aside
+from duel.reproduce.plan import SCALES, Planned, Variation, encoded_images, runs_of, set_aside
 from duel.reproduce.rows import ROWS
 from duel.reproduce.sharing import SharedClock
 from duel.reproduce.tables import words

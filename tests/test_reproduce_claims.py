@@ -10,9 +10,10 @@ import pytest
 
 from duel.reproduce import claims, goals, store, theorems
 from duel.reproduce.evidence import Evidence, shown
+from duel.reproduce.grids import DWELL, Data
 from duel.reproduce.page import page
 from duel.reproduce.paper import BIASES
-from duel.reproduce.plan import DWELL, SCALES, Data
+from duel.reproduce.plan import SCALES
 from duel.reproduce.stats import Summary
 from duel.reproduce.verdicts import Claim, Verdict, conclude, weigh
 from records import SHORT, record, runs

@@ -16,8 +16,9 @@ from duel.errors import UserError
 from duel.reproduce import paper, stats, store
 from duel.reproduce.evidence import Evidence
 from duel.reproduce.figures import draw
+from duel.reproduce.grids import GRIDS, Data
 from duel.reproduce.page import drawn, page, page_of
-from duel.reproduce.plan import GRIDS, SCALES, Data, Variation
+from duel.reproduce.plan import SCALES, Variation
 from duel.reproduce.rows import ROWS
 from duel.reproduce.stats import Summary
 from records import SHORT, record, runs

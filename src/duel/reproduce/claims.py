@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from .evidence import BALANCED, LEFT, WORST, Evidence
+from .grids import Data
 from .paper import BIASES, RESOURCES, recovered
-from .plan import Data
 from .rows import ROWS, SCORES
 from .stats import Summary, paired_difference, summary
 from .store import AS_TRAINED

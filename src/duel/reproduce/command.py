@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import UserError, suggest
-from .plan import GRIDS, SCALES
+from .grids import GRIDS
+from .plan import SCALES
 
 FIGURES = ("figure1", "figure-mcp", "figure3", "scores")
 DRAWINGS = "figures"

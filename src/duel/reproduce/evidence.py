@@ -10,7 +10,8 @@ from typing import Any
 
 from ..evaluation.settings import DEFAULTS
 from .fingerprint import fingerprint
-from .plan import DRAWN, GRIDS, OWN, SCALES, TUNING, Data, Scale, Variation, plan_run
+from .grids import DRAWN, GRIDS, TUNING, Data
+from .plan import OWN, SCALES, Scale, Variation, plan_run
 from .rows import ROWS
 from .stats import Recovered, Summary, gap_recovered, summary
 from .store import AS_TRAINED, Cost, Record

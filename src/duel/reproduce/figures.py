@@ -17,8 +17,9 @@ from ..errors import UserError, suggest
 from ..replacement import expected_duplicates
 from .command import FIGURES
 from .evidence import Evidence
+from .grids import GRIDS, Data
 from .paper import BIASES
-from .plan import GRIDS, SCALES, Data
+from .plan import SCALES
 from .rows import ROWS
 from .store import Record
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from .evidence import BALANCED, LEFT, WORST, Evidence
+from .grids import DWELL, GRIDS, Data
 from .paper import BIASES, figure
-from .plan import DWELL, GRIDS, Data
 from .rows import ROWS, longer
 from .stats import Summary, paired_difference, summary
 from .store import AS_TRAINED

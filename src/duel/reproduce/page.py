@@ -12,8 +12,9 @@ from ..checkpoint import atomic
 from ..errors import writing
 from . import claims, goals, store, tables, theorems
 from .evidence import MEASURES, Evidence, is_of, shown, variations
+from .grids import DRAWN, GRIDS, TUNING
 from .paper import below_previous
-from .plan import DRAWN, GRIDS, OWN, SCALES, TUNING, Variation
+from .plan import OWN, SCALES, Variation
 from .store import AS_TRAINED, Record
 from .verdicts import Verdict
 

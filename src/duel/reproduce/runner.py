@@ -73,7 +73,7 @@ def reproduce(
     machine: Mapping[str, Any] | None = None,
     dry_run: bool = False,
 ) -> Done:
-    """Run what is missing of one grid or several ("table2", ..., "all"; `duel.reproduce.plan.GRIDS`) at a scale.
+    """Run what is missing of one grid or several ("table2", ..., "all"; `duel.reproduce.grids.GRIDS`) at a scale.
 
     seeds, rows, biases: only these. steps, lr: another length or learning rate than the scale's. minutes: stop after so
     long, saving the runs under way; of several processes those that do not answer are killed some time later. jobs:

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..evaluation.report import has_fitted
 from .evidence import BALANCED, MEASURES, WORST, Evidence
+from .grids import DRAWN, GRIDS, Data
 from .paper import BIASES, RESOURCES, TABLES, figure, score_figure
 from .paper import SCORES as PAPER_SCORES
-from .plan import DRAWN, GRIDS, Data
 from .rows import ROWS
 from .stats import Summary, summary
 from .verdicts import share
