@@ -182,7 +182,7 @@ CHEAP = ("fifo", "reservoir", "distinct", "minred-pixels", "minred")
 def test_longer_rows_encode_as_many_images_as_ours(scale: str) -> None:
     plan = {p.row.name: p for p in runs_of("rivals", scale, seeds=(2,), biases=[27.0])}
     longer = [p for p in plan.values() if p.row.as_many_as]
-    cheaper = ("{}", "{}-temperature", "d-{}-pixels", *(f"{{}}-memory-{policy}" for policy in CHEAP))
+    cheaper = ("{}", "{}-temperature", "d-{}-ours", "d-{}-pixels", *(f"{{}}-memory-{policy}" for policy in CHEAP))
     assert {p.row.name.removesuffix("-longer") for p in longer} == {
         *("simclr-debiased", "simclr-debiased-warm"),
         *(row.format(method) for row in cheaper for method in ("simclr", "moco")),
@@ -193,7 +193,9 @@ def test_longer_rows_encode_as_many_images_as_ours(scale: str) -> None:
         shorter = plan[p.row.name.removesuffix("-longer")].config
         if shorter.source == "memory":
             shorter = dataclasses.replace(shorter, refresh=0)
-            if not p.row.name.endswith("-memory-minred-longer"):  # which compares what the encoder gives
+            if not p.row.name.endswith(
+                ("-memory-minred-longer", "-ours-longer")
+            ):  # which compare what the encoder gives
                 shorter = dataclasses.replace(shorter, space="pixels")
         assert p.config.differences(shorter) == [f"steps: {p.config.steps} -> {shorter.steps}"]
         assert (p.config.steps or 0) > (shorter.steps or 0)

@@ -294,7 +294,7 @@ _LONGER = (
         pattern.format(base)
         for base, _ in _BASES
         for pattern in (
-            *("{}", "{}-temperature", "d-{}-pixels", "{}-memory-minred-pixels"),
+            *("{}", "{}-temperature", "d-{}-ours", "d-{}-pixels", "{}-memory-minred-pixels"),
             *("{}-memory-fifo", "{}-memory-reservoir", "{}-memory-distinct", "{}-memory-minred"),
         )
     ),
