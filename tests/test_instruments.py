@@ -68,6 +68,22 @@ def test_the_measures_are_what_they_say():
     assert abs(found["memory_duplicates_max"] - float(memory.expected_duplicates().max())) < 1e-9
 
 
+@pytest.mark.parametrize("policy", ["fifo", "minred"])
+def test_duplicates_are_counted_by_the_runs_score_where_the_policy_has_none(policy):
+    """By the linear one they would be half of the slots, whatever the memory holds."""
+    memory, _, _ = watched(policy)
+    eye = Instruments(memory, labels=None, classes=0, stream_largest=None, per_update=30, score="exponential:0.05")
+    found = eye.read(torch.arange(3), updates=1)
+    counted = memory.expected_duplicates("exponential:0.05")
+    assert found["memory_duplicates"] == pytest.approx(float(counted.mean()))
+    assert found["memory_duplicates_max"] == pytest.approx(float(counted.max()))
+    assert found["memory_duplicates"] < 0.9 * float(memory.expected_duplicates().mean())
+    own = watched(Duel("gaussian:0.1"))[0]
+    eye = Instruments(own, labels=None, classes=0, stream_largest=None, per_update=30, score="linear")
+    found = eye.read(torch.arange(3), updates=1)
+    assert found["memory_duplicates"] == pytest.approx(float(own.expected_duplicates().mean()))
+
+
 def test_without_labels_only_what_needs_none():
     _, _, eye = watched("fifo", labels=False)
     found = eye.read(torch.arange(3), updates=1)

@@ -149,6 +149,7 @@ class Inputs:
             per_update=config.stream_items,
             dwell=config.dwell,
             encoded=config.memory_encoded,
+            score=config.score,
         )
 
     def save(self, run: Path) -> None:

@@ -60,7 +60,8 @@ class Instruments:
 
     labels: int64 (items,), the class of every id, or None. stream_largest: share of the most frequent class in the
     stream, where it is known. per_update: newcomers offered in one update, and so in one step. dwell: how many of them
-    in a row are the same item. encoded: by an encoder that is being trained; thumbnails never go stale.
+    in a row are the same item. encoded: by an encoder that is being trained; thumbnails never go stale. score: by
+    which N is counted where the policy has none of its own.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class Instruments:
         per_update: int,
         dwell: int = 1,
         encoded: bool = True,
+        score: str | None = None,
     ) -> None:
-        self.encoded = encoded
+        self.encoded, self.score = encoded, score
         self.memory, self.classes, self.stream_largest = memory, classes, stream_largest
         self.labels = labels.to(memory.embeddings.device) if labels is not None and classes > 1 else None
         self.per_update, self.dwell = per_update, dwell
@@ -112,7 +114,7 @@ class Instruments:
         found["memory_age_p10"], found["memory_age_p90"] = age.double().quantile(tenths).unbind()
         found["memory_staleness"] = staleness.median()
         if self._counts_duplicates():
-            duplicates = memory.expected_duplicates()
+            duplicates = memory.expected_duplicates(None if isinstance(memory.policy, Duel) else self.score)
             found["memory_duplicates"], found["memory_duplicates_max"] = duplicates.mean(), duplicates.max()
         if isinstance(memory.policy, MinRed):
             found["memory_in_doubt"] = memory.policy.in_doubt
