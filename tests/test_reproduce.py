@@ -210,6 +210,16 @@ def test_a_longer_row_stands_beside_the_others() -> None:
     assert Evidence([record], SCALES["short"]).runs("simclr-longer", Data(27.0)) == [record]
 
 
+def test_rows_are_run_in_the_order_they_are_asked_for_seed_by_seed() -> None:
+    rows = ["moco", "d-simclr-ours", "simclr"]
+    plan = runs_of(("table2", "camera"), "short", rows=rows, biases=[27.0], seeds=(4, 2))
+    assert [(p.config.seed, p.row.name, p.data.dwell) for p in plan] == [
+        (seed, row, dwell) for seed in (4, 2) for row in rows for dwell in (1, 32)
+    ]
+    usual = [p.row.name for p in runs_of("table2", "short", biases=[27.0], seeds=(4,))]
+    assert [row for row in usual if row in rows] != rows
+
+
 def test_a_small_memory_has_to_choose_from_a_subset() -> None:
     """Digits at ×27 are 164."""
     for scale, slots in {"short": 1024, "paper": 1024, "digits": 128, "smoke": 64}.items():

@@ -265,7 +265,7 @@ class Reproduce:
     """Seeds; by default 2 to 4 (short; framework, rivals and controls 2 to 6, tuning 0 and 1), 0 to 2 (tiny; these
     three 0 to 4), 0 to 4 (digits) or 0."""
     rows: tuple[str, ...] = ()
-    """Only these rows, by the names that --dry-run prints."""
+    """Only these rows, by the names that --dry-run prints; of each seed in this order."""
     biases: tuple[float, ...] = ()
     """Only these biases."""
     steps: int | None = None

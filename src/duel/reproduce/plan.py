@@ -156,8 +156,8 @@ def runs_of(
 ) -> list[Planned]:
     """The runs of grids (or "all"), seed by seed, what matters most first, so that a plan cut short is worth most.
 
-    seeds: the scale's, if none are given. rows, biases: only these. free: settings of the machine (root, device, ...),
-    for every run.
+    seeds: the scale's, if none are given. rows, biases: only these, of each seed in the order of the rows. free:
+    settings of the machine (root, device, ...), for every run.
     """
     if scale not in SCALES:
         raise UserError(suggest("scale", scale, SCALES))
@@ -183,7 +183,11 @@ def runs_of(
         raise UserError(
             f"no run of {', '.join(grids)} has {' and '.join(asked)}; --dry-run without them shows what there is"
         )
-    return list(chosen.values())
+    found = list(chosen.values())
+    if not rows:
+        return found
+    order = list(dict.fromkeys(planned.config.seed for planned in found))
+    return sorted(found, key=lambda planned: (order.index(planned.config.seed), rows.index(planned.row.name)))
 
 
 def seeds_of(grid: str, scale: Scale) -> tuple[int, ...]:
