@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from duel import WorkingMemory, recipes, runs
 from duel.instruments import COUNTED_UP_TO, PATIENCE, Instruments
-from duel.policies import AdaptiveDuel, Duel
+from duel.policies import AdaptiveDuel, Duel, Fifo
 from duel.reproduce import store
 from duel.runlog import RunLog, read_metrics
 from duel.training import train
@@ -78,10 +78,14 @@ def test_duplicates_are_counted_by_the_runs_score_where_the_policy_has_none(poli
     assert found["memory_duplicates"] == pytest.approx(float(counted.mean()))
     assert found["memory_duplicates_max"] == pytest.approx(float(counted.max()))
     assert found["memory_duplicates"] < 0.9 * float(memory.expected_duplicates().mean())
-    own = watched(Duel("gaussian:0.1"))[0]
-    eye = Instruments(own, labels=None, classes=0, stream_largest=None, per_update=30, score="linear")
-    found = eye.read(torch.arange(3), updates=1)
-    assert found["memory_duplicates"] == pytest.approx(float(own.expected_duplicates().mean()))
+
+    class Scored(Fifo):
+        score = "gaussian:0.1"
+
+    for own in (watched(policy)[0] for policy in (Duel("gaussian:0.1"), Scored())):
+        eye = Instruments(own, labels=None, classes=0, stream_largest=None, per_update=30, score="linear")
+        found = eye.read(torch.arange(3), updates=1)
+        assert found["memory_duplicates"] == pytest.approx(float(own.expected_duplicates().mean()))
 
 
 def test_without_labels_only_what_needs_none():

@@ -262,22 +262,26 @@ def test_thumbnails_are_held_against_the_plain_row_and_against_ours() -> None:
     assert rivals.evidence == "SimCLR +10.30 ± 0.00 (4)"  # our own form is none
 
 
-def test_at_equal_images_rivals_of_any_length_count_and_controls_are_judged_apart() -> None:
+def test_at_equal_images_those_count_that_encode_as_many_and_controls_are_judged_apart() -> None:
     found = [record("d-simclr-pixels-longer", 27, s, 0.75) for s in (2, 3, 4)]
     found += [record("d-simclr-pixels", 27, s, 0.73) for s in (2, 3, 4)]
     probes = {"": 0.66, "-longer": 0.69, "-memory-minred": 0.73, "-memory-reservoir-longer": 0.7}
     probes |= {"-memory-distinct-longer": 0.76, "-memory-minred-pixels": 0.72, "-memory-minred-pixels-longer": 0.75}
     found += [record(f"simclr{row}", 27, s, probe) for row, probe in probes.items() for s in (2, 3, 4)]
+    found += [record("d-simclr-literal", 27, s, 0.71) for s in (2, 3, 4)]
     start = "D-SimCLR by thumbnails, trained until it has encoded as many images as D-SimCLR (ours), is above"
     rivals = judged(found, goals.BY_PIXELS, f"{start} every rival")
     assert rivals.outcome == "holds so far"
     assert "SimCLR, memory-first, MinRed +2.00 ± 0.00 (3)" in rivals.evidence
     assert "SimCLR, longer (as many images as ours) +6.00" in rivals.evidence
+    assert "D-SimCLR, literal +4.00" in rivals.evidence
+    assert "SimCLR +9.00" not in rivals.evidence  # which has encoded less
     assert "ids" not in rivals.words + rivals.evidence
     controls = judged(found, goals.BY_PIXELS, f"{start} images known by their ids")
     assert controls.outcome == "does not hold"
     assert "ids, longer (as many images as ours) -1.00" in controls.evidence
-    assert "MinRed by thumbnails +3.00" in controls.evidence
+    assert "MinRed by thumbnails, longer (as many images as ours) +0.00" in controls.evidence
+    assert "MinRed by thumbnails +3.00" not in controls.evidence
     shorter = judged(found, goals.BY_PIXELS, "D-SimCLR by thumbnails is above every rival that is trained for as many")
     assert "longer" not in shorter.words + shorter.evidence
 
@@ -286,8 +290,11 @@ def test_the_gap_of_a_longer_row_is_that_of_plain_rows_as_long() -> None:
     found = [record("d-simclr-pixels-longer", 27, s, 0.78) for s in (2, 3, 4)]
     found += [record("simclr", 27, s, 0.66) for s in (2, 3, 4)] + [record("simclr", 1, s, 0.72) for s in (2, 3, 4)]
     claim = "D-SimCLR by thumbnails recovers 95 % of both gaps"
-    assert judged(found, goals.BY_PIXELS, claim).outcome == "not yet measured"  # not two times the shorter rows' gap
+    verdict = judged(found, goals.BY_PIXELS, claim)
+    assert verdict.outcome == "not yet measured"  # not two times the shorter rows' gap
+    assert verdict.evidence == "no paired runs"
     found += [record("simclr-longer", 27, s, 0.70) for s in (2, 3, 4)]
+    assert judged(found, goals.BY_PIXELS, claim).evidence == "no runs at ×1"
     found += [record("simclr-longer", 1, s, 0.80) for s in (2, 3, 4)]
     gap = Evidence(found, SHORT).gap("d-simclr-pixels-longer", Data(27.0), "probe")
     assert gap is not None
@@ -450,3 +457,14 @@ def test_other_scores_are_said_to_be_above_the_linear_one(other: float, words: s
     rows = {"d-moco-literal": 0.5, "d-moco-quadratic": other, "d-moco-gaussian1": other}
     found = [record(row, 27, seed, probe + 1e-3 * seed) for row, probe in rows.items() for seed in (2, 3)]
     assert judged(found, claims.PAPER, "Table 3: quadratic and gaussian scores are above").words == words
+
+
+def test_claims_on_frames_are_judged_where_one_class_is_frequent() -> None:
+    """Not on balanced frames, where the same rival is far below."""
+    found = [record("d-simclr-pixels", Data(bias, dwell=DWELL), s, 0.7) for bias in (1.0, 27.0) for s in (2, 3, 4)]
+    for bias, probe in ((1.0, 0.5), (27.0, 0.72)):
+        found += [record("simclr-memory-minred", Data(bias, dwell=DWELL), s, probe) for s in (2, 3, 4)]
+    start = "D-SimCLR by thumbnails is above every memory of another policy on a stream of frames, 32 of each"
+    verdict = judged(found, goals.BY_PIXELS, start)
+    assert verdict.outcome == "does not hold"
+    assert "MinRed -2.00" in verdict.evidence

@@ -98,6 +98,11 @@ def test_lengths_count_what_the_stream_brings():
     assert inputs.stream(config, torch.device("cpu")).batch_size == 64
     step = start("d-simclr", source="memory", stream_batch=4)
     assert Inputs.load(step.config, step.device, test=False).instruments(step.config, step.memory).queue_age == 24 / 4
+    step = start("d-simclr", source="memory", policy="minred", score="exponential:0.3")  # which has no score itself
+    assert (
+        Inputs.load(step.config, step.device, test=False).instruments(step.config, step.memory).score
+        == "exponential:0.3"
+    )
 
 
 # What the loss sees ----------------------------------------------------------------------------------------

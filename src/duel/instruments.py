@@ -17,8 +17,9 @@ from .evaluation.geometry import class_cosines
 from .memory import WorkingMemory
 from .policies import AdaptiveDuel, Duel, MinRed
 
-#: Above so many slots N is shown only where the policy carries it: counting it would take longer than a step.
-COUNTED_UP_TO = 16384
+#: Above so many slots N is shown only where the policy carries it: counting it over all pairs takes a fifth of a second
+#: on a CPU with so many.
+COUNTED_UP_TO = 8192
 #: Steps after which an unchanged memory is worth a warning, and before which its classes are not judged, unless the run
 #: ends.
 PATIENCE = 500
@@ -114,7 +115,7 @@ class Instruments:
         found["memory_age_p10"], found["memory_age_p90"] = age.double().quantile(tenths).unbind()
         found["memory_staleness"] = staleness.median()
         if self._counts_duplicates():
-            duplicates = memory.expected_duplicates(None if isinstance(memory.policy, Duel) else self.score)
+            duplicates = memory.expected_duplicates(None if hasattr(memory.policy, "score") else self.score)
             found["memory_duplicates"], found["memory_duplicates_max"] = duplicates.mean(), duplicates.max()
         if isinstance(memory.policy, MinRed):
             found["memory_in_doubt"] = memory.policy.in_doubt

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from .evidence import BALANCED, LEFT, WORST, Evidence
 from .grids import DWELL, GRIDS, Data
 from .paper import BIASES, figure
-from .rows import ROWS, longer
+from .rows import ROWS, Row, longer
 from .stats import Summary, paired_difference, summary
 from .store import AS_TRAINED
 from .tables import words
@@ -54,18 +54,25 @@ def _near(row: str, other: str, kinds: Sequence[Data]) -> Callable[[Evidence], V
 
 def _rivals(row: str, grid: str) -> list[str]:
     """The literal form and every row of the grid for its method that is not a form of ours nor the oracle's, which is a
-    control; nor trained for longer, if the row itself encodes no more than the plain method."""
-    plain = ROWS[row].plain
-    others = (ROWS[name] for name in GRIDS[grid].rows if not name.startswith("d-"))
-    cheap = row in PIXELS.values()
-    return [
-        f"d-{plain}-literal",
-        *(
-            rival.name
-            for rival in others
-            if rival.plain == plain and rival.settings.get("policy") != "oracle" and not (cheap and rival.as_many_as)
-        ),
-    ]
+    control. A row that encodes no more than the plain method has none that is trained for longer; one that is trained
+    for longer itself only those that encode as many images."""
+    mine = ROWS[row]
+    literal = f"d-{mine.plain}-literal"
+    names = [name for name in (literal, longer(literal)) if name in ROWS]
+    names += [name for name in GRIDS[grid].rows if not name.startswith("d-")]
+    rivals = [ROWS[name] for name in names]
+    rivals = [r for r in rivals if r.plain == mine.plain and r.settings.get("policy") != "oracle"]
+    if row in PIXELS.values():
+        rivals = [rival for rival in rivals if not rival.as_many_as]
+    if mine.as_many_as:
+        rivals = [rival for rival in rivals if _encodes_much(rival)]
+    return [rival.name for rival in rivals]
+
+
+def _encodes_much(rival: Row) -> bool:
+    """As many images as ours: by its length, or because its memory is encoded, too."""
+    encoded = rival.settings.get("source") == "memory" and rival.settings.get("space") != "pixels"
+    return bool(rival.as_many_as) or encoded or longer(rival.name) not in ROWS
 
 
 def _is_control(row: str) -> bool:
@@ -242,8 +249,8 @@ BY_PIXELS: tuple[Claim, ...] = tuple(
                 ),
             )
             for control, what in (
-                (False, "every rival that is trained for as many steps or encodes as many images"),
-                (True, "images known by their ids and MinRed by thumbnails"),
+                (False, "every rival that encodes as many images, but for the two controls of the next line,"),
+                (True, "images known by their ids and MinRed by thumbnails, which encode as many,"),
             )
         ),
         Claim(

@@ -290,6 +290,7 @@ _ALL = [
 ]
 _LONGER = (
     *("simclr-debiased", "simclr-debiased-warm"),
+    "d-moco-literal",  # D-SimCLR's encodes as many as ours as it is
     *(
         pattern.format(base)
         for base, _ in _BASES

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from .evidence import WORST, Evidence
-from .stats import Recovered, Summary, beyond_zero
+from .rows import ROWS
+from .stats import Recovered, Summary, beyond_zero, paired_difference
 
 Wanted = Literal["above", "not below", "beyond the spread", "apart"]
 Outcome = Literal[
@@ -198,7 +199,8 @@ def recovers(
         without = f"{NO_CLEAR_GAP}: {_listed(unclear)}"
         if unclear and not any(fair.values()):
             return Verdict("not comparable", without, incomplete=bool(fair))
-        run = any(evidence.gain(row, WORST, "probe") for row in rows.values())
+        pairs = ((row, ROWS[row].baseline) for row in rows.values())
+        run = any(paired_difference(*(evidence.figures(r, WORST, "probe") for r in pair)) for pair in pairs)
         found = conclude(fair, passes, share, nothing="no runs at ×1" if run else "no paired runs", enough=SEEDS)
         return dataclasses.replace(found, note=f"{found.note} ({without})", incomplete=True) if unclear else found
 
