@@ -58,8 +58,7 @@ def _rivals(row: str, grid: str) -> list[str]:
     for longer itself only those that encode as many images."""
     mine = ROWS[row]
     literal = f"d-{mine.plain}-literal"
-    names = [name for name in (literal, longer(literal)) if name in ROWS]
-    names += [name for name in GRIDS[grid].rows if not name.startswith("d-")]
+    names = [literal, *(name for name in GRIDS[grid].rows if not name.startswith("d-") or name == longer(literal))]
     rivals = [ROWS[name] for name in names]
     rivals = [r for r in rivals if r.plain == mine.plain and r.settings.get("policy") != "oracle"]
     if row in PIXELS.values():
