@@ -40,6 +40,13 @@ def test_help_is_quick_and_lists_every_command() -> None:
     assert not imported & {"torch", "timm", "lightning", "torchvision", "sklearn", "numpy"}
 
 
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main([])
+    assert done.value.code == 0
+    assert "• train" in capsys.readouterr().out
+
+
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"duel {importlib.metadata.version('duel-ssl')}\n"

@@ -369,7 +369,7 @@ def test_copies_byte_for_byte_are_counted(folder: Path, monkeypatch: pytest.Monk
     contents = (b"x" * 20_000, b"x" * 20_000, b"x" * 19_999 + b"y", b"", b"", b"x" * 9_999 + b"y" + b"x" * 10_000)
     for path, content in zip(made, contents, strict=False):
         path.write_bytes(content)
-    assert files.copies(made) == 2  # y of x, none of empty
+    assert sum(len(group) - 1 for group in files.copies(made)) == 2  # y of x, none of empty
     assert {path.name for path in whole} == {"x", "y", "middle", "empty", "none"}  # z ends otherwise
 
 
@@ -449,3 +449,46 @@ def test_sizes_and_orientation(tmp_path: Path) -> None:
     seen = decode(tmp_path / "turned.jpg", 40)
     assert seen[0, 5, 20] > 200
     assert seen[0, 35, 20] < 50
+
+
+def test_a_file_more_moves_hardly_any_other_between_the_parts(folder: Path) -> None:
+    before = {split: set(load(str(folder), split=split).paths) for split in ("train", "test")}
+    assert [len(part) for part in before.values()] == [24, 6]
+    for i in range(3):
+        picture(folder / "abc"[i] / "000.png", 50 + i)
+    after = {split: set(load(str(folder), split=split).paths) for split in ("train", "test")}
+    assert [len(part) for part in after.values()] == [26, 7]
+    assert len(before["train"] & after["test"]) <= 1  # the part for testing grows
+    assert len(before["test"] - after["test"]) <= 2  # an added one may take the place of the last
+
+
+def test_copies_of_a_file_stay_in_one_part(folder: Path) -> None:
+    """Or what was trained on would be measured on."""
+    originals = sorted(folder.rglob("*.png"))
+    for path in originals:
+        for i in range(3):
+            path.with_name(f"{i}-of-{path.name}").write_bytes(path.read_bytes())
+    with pytest.warns(Notice, match="90 of 120 files are copies"):
+        train = {Path(p).read_bytes() for p in load(str(folder)).paths}
+    test = [Path(p).read_bytes() for p in load(str(folder), split="test").paths]
+    assert len(test) == 24
+    assert len(set(test)) == 6
+    assert not train & set(test)
+    for path in (folder / "a").iterdir():  # a class that is one file
+        path.write_bytes(b"" + originals[0].read_bytes())
+    with pytest.warns(Notice, match="copies"):
+        assert set(load(str(folder)).labels.tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("residency", ["device", "stream"])
+def test_subfolders_that_are_no_classes(residency: str, folder: Path) -> None:
+    source = load(str(folder), labelled=False, residency=residency)
+    assert len(source) == 30
+    assert source.labels is None
+    with pytest.raises(UserError, match="has no labels and no test part"):
+        load(str(folder), split="test", labelled=False)
+    np.savez(folder / "set.npz", images=np.zeros((10, 8, 8), np.uint8), labels=np.arange(10) % 2)
+    assert load(str(folder / "set.npz"), labelled=False).labels is None
+    assert len(load(str(folder / "set.npz"), labelled=False)) == 10
+    with pytest.raises(UserError, match="unlabelled is for folders and arrays"):
+        load("digits", labelled=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import hashlib
 import shutil
@@ -143,3 +144,44 @@ def test_a_run_on_a_data_set_says_nothing_of_where_it_was_made() -> None:
     go(small("digits", steps=1))
     assert runs.DATA_AT not in runs.read_meta(Path("run"))
     assert str(Path.cwd()) not in Path("run", runs.META).read_text()
+
+
+def test_images_that_were_trained_on_are_not_measured_on() -> None:
+    """Which images are kept for testing depends on all that there are."""
+    go(small())
+    assert evaluate("run", **QUICK)["probe"] is not None
+    extra = Path("pictures/a/extra.png")
+    shutil.copy("pictures/b/01.png", extra)
+    with pytest.raises(UserError, match=r"'pictures' has other images than when run was trained.*with --data"):
+        evaluate("run", **QUICK)
+    pictures("others", seed=1)
+    assert evaluate("run", data="others", **QUICK)["probe"] is not None
+    extra.unlink()
+    assert evaluate("run", **QUICK)["probe"] is not None
+
+
+def test_a_part_for_testing_of_its_own_stays_one(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        pictures(f"parted/{part}", seed=len(part))
+    go(small("parted"))
+    shutil.copy("pictures/a/00.png", "parted/train/a/extra.png")
+    assert evaluate("run", **QUICK)["probe"] is not None
+
+
+def test_a_run_without_labels_is_measured_elsewhere() -> None:
+    go(small(unlabelled=True))
+    with pytest.raises(UserError, match="has no labels and no test part"):
+        evaluate("run", **QUICK)
+    pictures("others", seed=1)
+    assert evaluate("run", data="others", **QUICK)["probe"] is not None
+
+
+def test_files_are_listed_as_the_run_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another directory, too, so that two lists can be compared."""
+    go(small(), until=0.0)
+    monkeypatch.chdir("../elsewhere")
+    go(small(out="../home/run"), resume=True)
+    with Path("../home/run", runs.MEMORY).open() as file:
+        listed = [row["file"] for row in csv.DictReader(file)]
+    assert len(listed) == 16
+    assert all(name.startswith("pictures/") for name in listed)

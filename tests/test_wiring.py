@@ -84,7 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "precision": ({}, "bf16"),
 }
 #: Looked at in tests of their own, or no more than a name.
-ELSEWHERE = {"data", "recipe", "pretrained"}
+ELSEWHERE = {"data", "recipe", "pretrained", "unlabelled"}
 
 
 def config_of(changes: dict[str, Any]) -> TrainConfig:

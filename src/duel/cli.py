@@ -336,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(args: list[str]) -> Command:
-    args = _with_values(args)
+    args = _with_values(args) or ["--help"]
     kinds: list[Any] = []
     defaults = _Training()
     for kind in COMMANDS:
@@ -355,7 +355,7 @@ def _parse(args: list[str]) -> Command:
     union: Any = Union[tuple(kinds)]  # noqa: UP007  # built at run time, which X | Y cannot be
     command: Command = tyro.cli(
         union,
-        args=args or ["--help"],
+        args=args,
         prog="duel",
         description=_ABOUT,
         config=(tyro.conf.OmitSubcommandPrefixes,),
@@ -373,7 +373,7 @@ def _parse(args: list[str]) -> Command:
 def _with_values(args: list[str]) -> list[str]:
     """The same with True for a yes or no that was given without a value."""
     found = []
-    for arg, following in zip(args, [*args[1:], "--"], strict=True):
+    for arg, following in zip(args, [*args[1:], "--"], strict=False):
         found.append(arg)
         if arg.replace("_", "-") in _BARE and following.startswith("-"):
             found.append("True")

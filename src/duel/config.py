@@ -59,6 +59,9 @@ class TrainConfig:
     image_size: int | None = None
     """Side in pixels to which images are resized; None keeps the data set's own (of a folder, the median
     short side of its training images, at most 224). Frames that are piped in (data -) must have it."""
+    unlabelled: bool = False
+    """Take no notice of labels: the subfolders of a folder are no classes (nor are the labels of a .npz), so that no
+    images are kept for testing, and nothing is measured that needs labels."""
     residency: Literal["auto", "device", "stream"] = field(default="auto", metadata=_FREE)
     """device: all images live on the device as uint8. stream: decoded by workers as needed. auto: by size."""
     workers: int | None = field(default=None, metadata=_FREE)

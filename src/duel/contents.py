@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,10 +16,11 @@ from .policies import Duel
 COLUMNS = ("slot", "id", "file", "class", "age", "staleness", "held", "duplicates")
 
 
-def write(path: Path, memory: WorkingMemory, source: Source) -> None:
-    """A line for each filled slot, the most duplicated first; `source` is what the memory's ids number.
+def write(path: Path, memory: WorkingMemory, source: Source, files: Sequence[str] = ()) -> None:
+    """A line for each filled slot, the most duplicated first; `source` is what the memory's ids number, `files` where
+    its items are.
 
-    file and class are empty where the source has none. held: the number of slots that this item is in. duplicates, the
+    file and class are empty where there is none. held: the number of slots that this item is in. duplicates, the
     expected number N, is the policy's own: empty where it carries none or the memory is not full yet, and then lines
     are in the order of the slots.
     """
@@ -26,11 +28,11 @@ def write(path: Path, memory: WorkingMemory, source: Source) -> None:
     with atomic(path) as partial, partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        writer.writerows(zip(*_columns(memory, source), strict=True))
+        writer.writerows(zip(*_columns(memory, source, files), strict=True))
 
 
 @torch.no_grad()
-def _columns(memory: WorkingMemory, source: Source) -> list[list[object]]:
+def _columns(memory: WorkingMemory, source: Source, files: Sequence[str]) -> list[list[object]]:
     order = torch.arange(len(memory), device=memory.device)
     nothing: list[object] = [""] * len(memory)
     duplicates = nothing
@@ -38,11 +40,11 @@ def _columns(memory: WorkingMemory, source: Source) -> list[list[object]]:
         ranked = torch.sort(memory.policy.carried(memory), descending=True, stable=True)
         order, duplicates = ranked.indices, [f"{n:.6g}" for n in ranked.values.tolist()]
 
-    ids, paths = memory["id"][order].cpu(), getattr(source, "paths", None)
+    ids = memory["id"][order].cpu()
     return [
         order.tolist(),
         ids.tolist(),
-        nothing if paths is None else paths[ids.numpy()].tolist(),
+        [files[i] for i in ids.tolist()] if files else nothing,
         nothing if source.labels is None else [source.classes[i] for i in source.labels[ids].tolist()],
         memory.age[order].tolist(),
         memory.staleness[order].tolist(),

@@ -62,7 +62,7 @@ class Inputs:
         if kept := getattr(train, "kept_apart", 0):
             warnings.warn(
                 f"{config.data}: its {len(train.classes)} subfolders are taken for classes, and {kept} of "
-                f"{len(train) + kept} images kept for testing; to train on all, move them into a folder train/ there",
+                f"{len(train) + kept} images kept for testing; if they are none, --unlabelled trains on all of them",
                 Notice,
                 stacklevel=2,
             )
@@ -98,13 +98,12 @@ class Inputs:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Another one when items no longer have the numbers by which a stream and a memory know them."""
-        paths = getattr(self.train, "paths", None)
-        names = [] if paths is None else paths.tolist()
-        if self.known_as:  # a folder that is reached by another path is the same
-            now, then = _start(self.train.name), _start(self.known_as)
-            names = [then + name.removeprefix(now) for name in names]
-        text = "\0".join([str(len(self.train)), *(names or [""])])
-        return sha256(text.encode(errors="surrogatepass")).hexdigest()
+        return items_of(self.train, self.known_as)
+
+    @functools.cached_property
+    def files(self) -> list[str]:
+        """Paths of the items, if they have any, as the run's config calls the folder."""
+        return files_of(self.train, self.known_as)
 
     @property
     def labelled(self) -> bool:
@@ -229,6 +228,23 @@ def _check_size(data: str, what: str, source: Source, side: int | None = None) -
         )
 
 
+def items_of(source: Source, known_as: str = "") -> str:
+    """Another hash when its items no longer have the same numbers."""
+    text = "\0".join([str(len(source)), *(files_of(source, known_as) or [""])])
+    return sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def files_of(source: Source, known_as: str = "") -> list[str]:
+    """Paths of its items, none of what is no folder. known_as: what the folder was called when a run began; reached by
+    another path it is the same."""
+    paths = getattr(source, "paths", None)
+    names: list[str] = [] if paths is None else paths.tolist()
+    if not known_as:
+        return names
+    now, then = _start(source.name), _start(known_as)
+    return [then + name.removeprefix(now) for name in names]
+
+
 def _start(folder: str) -> str:
     """What the paths of its files begin with."""
     return "" if (path := Path(folder).expanduser()) == Path() else os.path.join(path, "")
@@ -243,7 +259,7 @@ def _can_be_measured(train: Source) -> bool:
 
 
 def load_split(config: TrainConfig, split: str) -> Source:
-    key = (config.data, split, config.root, config.image_size, config.residency)
+    key = (config.data, split, config.root, config.image_size, config.residency, config.unlabelled)
     if _kept is None or key not in _kept:
         source = _load_split(config, split)
         if _kept is None:
@@ -260,6 +276,7 @@ def _load_split(config: TrainConfig, split: str) -> Source:
         download=config.download,
         image_size=config.image_size,
         residency=config.residency,
+        labelled=not config.unlabelled,
     )
 
 

@@ -275,7 +275,7 @@ class Loop:
         path = self.out / runs.MEMORY
         try:
             if self.step.memory is not None:
-                contents.write(path, self.step.memory, self.inputs.train)
+                contents.write(path, self.step.memory, self.inputs.train, self.inputs.files)
         except (OSError, ValueError) as error:
             log.say(f"warning: cannot write {path} ({getattr(error, 'strerror', None) or error})")
 

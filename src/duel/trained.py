@@ -20,7 +20,7 @@ from .data.sources import NAMES
 from .encoders import Encoder
 from .errors import UserError
 from .evaluation.settings import EvaluationSettings
-from .inputs import load_split
+from .inputs import items_of, load_split
 from .machine import resolve_device
 from .names import LIVE
 from .step import build_encoder
@@ -51,6 +51,8 @@ class Trained:
     """The items the memory held at that step, int64 (n,), slot by slot; None without a memory."""
     memory_images: Tensor | None
     """Their images, uint8 (n, c, h, w), likewise; None where the memory keeps none."""
+    items: str | None
+    """`items_of` what it was trained on; None of older runs."""
     problems: list[str]
     """One message for each newer checkpoint that could not be read."""
 
@@ -77,6 +79,7 @@ def load_trained(run: str | os.PathLike[str]) -> Trained:
         path=path,
         memory_ids=None if memory is None else held(memory, "id"),
         memory_images=None if memory is None else held(memory, "image"),
+        items=state.get("items"),
         problems=problems,
     )
 
@@ -104,8 +107,22 @@ def evaluate(
     shape = trained.encoder.image_shape
     of_any_size = where not in NAMES and Path(where).expanduser().is_dir()  # files, brought to one when they are read
     size = shape[-1] if of_any_size else trained.config.image_size
-    config = dataclasses.replace(trained.config, data=where, root=root or trained.config.root, image_size=size)
+    own = data is None
+    config = dataclasses.replace(
+        trained.config,
+        data=where,
+        root=root or trained.config.root,
+        image_size=size,
+        unlabelled=own and trained.config.unlabelled,
+    )
     sources = [load_split(config, split) for split in ("train", "test")]
+    drawn = getattr(sources[0], "kept_apart", 0) > 0
+    if own and drawn and trained.items not in (None, items_of(sources[0], trained.config.data)):
+        raise UserError(
+            f"{where!r} has other images than when {run} was trained, and no test part of its own: some of those that "
+            "would be kept for testing now may have been trained on. Put the files back, or measure on other labelled "
+            "images with --data"
+        )
     for source in sources:
         if tuple(source.shape) != tuple(shape):
             raise UserError(

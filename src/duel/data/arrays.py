@@ -89,7 +89,9 @@ def finish(source: ArraySource, image_size: int | None, residency: Residency) ->
     return ArraySource(images, source.labels, name=source.name, classes=source.classes, resident=resident)
 
 
-def load(path: Path, *, split: Split, image_size: int | None, residency: Residency) -> ArraySource:
+def load(
+    path: Path, *, split: Split, image_size: int | None, residency: Residency, labelled: bool = True
+) -> ArraySource:
     """A .npy of images, or a .npz with images and perhaps labels, perhaps one pair for each split."""
     name = str(path)
     has_test = False
@@ -105,7 +107,7 @@ def load(path: Path, *, split: Split, image_size: int | None, residency: Residen
         if isinstance(error, UserError):
             raise
         raise UserError(f"{name} cannot be read as a NumPy file of plain arrays: {error}") from error
-    source = from_arrays(images, labels, name=name)
+    source = from_arrays(images, labels if labelled else None, name=name)
     if not has_split:
         ids = own_split(name, source.labels, len(source), split)
         has_test = len(ids) < len(source)

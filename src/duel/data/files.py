@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from duel.data.sources import Split
+from duel.data.sources import Split, split_sizes
 from duel.errors import Notice, UserError
 
 EXTENSIONS = frozenset(
@@ -58,15 +58,15 @@ def _listed(others: Counter[str]) -> str:
     return f"{', '.join(named)}{more}" + (f" ({others.total():,} in all)" if len(others) > 1 else "")
 
 
-def copies(paths: Iterable[Path]) -> int:
-    """How many files have the bytes of another that comes before them.
+def copies(paths: Iterable[Path]) -> list[list[Path]]:
+    """Files that have the same bytes, two or more in a group, each group in the order of the paths.
 
     Only files of one size and with the same ends are read whole. One that cannot be read is nobody's copy.
     """
     groups: list[list[Path]] = [list(paths)]
     for key in (lambda path: path.stat().st_size, _ends, _digest):
         groups = [alike for group in groups for alike in _alike(group, key) if len(alike) > 1]
-    return sum(len(group) - 1 for group in groups)
+    return groups
 
 
 def _alike(paths: Iterable[Path], key: Callable[[Path], Hashable]) -> Iterable[list[Path]]:
@@ -116,6 +116,24 @@ def part_of(folder: Path, split: Split) -> tuple[Path, Path | None]:
     return tests[0], train
 
 
+def own_split(folder: Path, paths: list[Path], labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids of the training and of the test part of a folder that brings no split: of each class as `split_sizes` has it.
+
+    By the names of the files below the folder, so that one that is added moves hardly any other to the other part.
+    Files of a class that have the same bytes stay together, at the price of a part that is larger or smaller.
+    """
+    first = {path: group[0] for group in copies(paths) for path in group}
+    keys = [hashlib.blake2b(os.fsencode(first.get(p, p).relative_to(folder))).digest() for p in paths]
+    is_test = torch.zeros(len(paths), dtype=torch.bool)
+    for kind, count in enumerate(split_sizes(labels)):
+        ranked = sorted((keys[i], i) for i in (labels == kind).nonzero().flatten().tolist())
+        # where one group of copies ends and the next begins, closest to the size wanted; some are left to train on
+        ends = [0, *(i for i in range(1, len(ranked)) if ranked[i][0] != ranked[i - 1][0])]
+        end = min(ends, key=lambda i: abs(i - count))
+        is_test[torch.tensor([i for _, i in ranked[:end]], dtype=torch.int64)] = True
+    return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()
+
+
 def _class_folders(folder: Path) -> list[Path]:
     """Subfolders, if every image lies in one."""
     entries = sorted(p for p in folder.iterdir() if not p.name.startswith((".", "__")))
@@ -125,10 +143,10 @@ def _class_folders(folder: Path) -> list[Path]:
 
 
 def scan(
-    folder: Path, classes: tuple[str, ...] | None, *, tell: bool
+    folder: Path, classes: tuple[str, ...] | None, *, tell: bool, labelled: bool = True
 ) -> tuple[list[Path], Tensor | None, tuple[str, ...]]:
     """(files, labels, class names); classes: number the classes as these (a test folder as its training folder). tell:
-    say which files are not read."""
+    say which files are not read. labelled: subfolders are classes."""
     paths, others = _files(folder)
     if not paths:
         there = f" (endings there: {_listed(others)})" if others else ""
@@ -136,10 +154,10 @@ def scan(
         raise UserError(f"no images in {str(folder)!r}{there}; files that end in {read} are read")
     if tell and others:
         warnings.warn(f"{folder}: files left out for their ending: {_listed(others)}", Notice, stacklevel=2)
-    if tell and (again := copies(paths)):
+    if tell and (again := sum(len(group) - 1 for group in copies(paths))):
         are = "is a copy of another" if again == 1 else "are copies of others"
         warnings.warn(f"{folder}: {again:,} of {len(paths):,} files {are}, byte for byte", Notice, stacklevel=2)
-    groups: dict[str, list[Path]] = {p.name: [] for p in _class_folders(folder)}
+    groups: dict[str, list[Path]] = {p.name: [] for p in _class_folders(folder)} if labelled else {}
     for path in paths:
         if (name := path.parts[len(folder.parts)]) in groups:
             groups[name].append(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics as numbers
 import sys
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from duel.data import files
 from duel.data.files import part_of, scan, test_folders
 from duel.data.sources import RESIDENT_BYTES, ArraySource, Residency, Source, Split, own_split
 from duel.errors import Notice, UserError
@@ -160,12 +162,12 @@ def _own_size(paths: list[Path]) -> int:
     return min(LARGEST_SIZE, int(numbers.median(sides))) if sides else LARGEST_SIZE
 
 
-def load(folder: Path, *, split: Split, image_size: int | None, residency: Residency) -> Source:
+def load(folder: Path, *, split: Split, image_size: int | None, residency: Residency, labelled: bool = True) -> Source:
     """See duel.data.load. Kept in memory: decoded once, here. Streamed: decoded when needed."""
     part, train = part_of(folder, split)
-    training = scan(train, None, tell=False) if train is not None and part != train else None
+    training = scan(train, None, tell=False, labelled=labelled) if train is not None and part != train else None
     known = training[2] or None if training else None
-    paths, labels, classes = scan(part, known, tell=split == "train" or train is not None)
+    paths, labels, classes = scan(part, known, tell=split == "train" or train is not None, labelled=labelled)
     size = image_size or _own_size(training[0] if training else paths)
     resident = len(paths) * 3 * size**2 <= RESIDENT_BYTES if residency == "auto" else residency == "device"
     images: Tensor | None = None
@@ -177,7 +179,8 @@ def load(folder: Path, *, split: Split, image_size: int | None, residency: Resid
         if labels is not None:
             _check_classes(labels, classes, known, part)
     if train is None:
-        ids = own_split(str(folder), labels, len(paths), split)
+        divide = functools.partial(files.own_split, folder, paths)
+        ids = own_split(str(folder), labels, len(paths), split, divide)
         kept_apart = len(paths) - len(ids)
         paths, labels = [paths[i] for i in ids.tolist()], None if labels is None else labels[ids]
         images = None if images is None else images[ids]

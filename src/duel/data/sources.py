@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -146,25 +147,37 @@ def check_items(ids: Tensor, count: int) -> Tensor:
     return ids
 
 
-def split_ids(n: int, labels: Tensor, *, test_size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Seeded, stratified: ids of the training and of the test part, int64, ascending.
+def split_sizes(labels: Tensor, test_size: int | None = None) -> list[int]:
+    """How many items of each class are kept for testing, of `test_size` in all (TEST_SHARE of them).
 
-    Each class gives its share of test_size rounded down; the classes with the largest remainders give one more.
+    Each class gives its share rounded down; the classes with the largest remainders give one more.
     """
-    counts = torch.bincount(labels).double()
-    share = counts * test_size / n
+    n = len(labels)
+    size = round(n * TEST_SHARE) if test_size is None else test_size
+    share = torch.bincount(labels).double() * size / n
     take = share.floor()
-    spare = test_size - int(take.sum())
+    spare = size - int(take.sum())
     take[torch.argsort(share - take, descending=True, stable=True)[:spare]] += 1
+    return [int(k) for k in take]
+
+
+def split_ids(n: int, labels: Tensor, *, test_size: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Seeded, stratified (`split_sizes`): ids of the training and of the test part, int64, ascending."""
     shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    chosen = [shuffled[labels[shuffled] == c][: int(k)] for c, k in enumerate(take)]
+    chosen = [shuffled[labels[shuffled] == c][:k] for c, k in enumerate(split_sizes(labels, test_size))]
     is_test = torch.zeros(n, dtype=torch.bool)
     is_test[torch.cat(chosen)] = True
     return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()
 
 
-def own_split(source_name: str, labels: Tensor | None, n: int, split: Split) -> Tensor:
-    """Which ids of a set that brings no split are `split`: 80 % / 20 %, seeded and stratified.
+def own_split(
+    source_name: str,
+    labels: Tensor | None,
+    n: int,
+    split: Split,
+    divide: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:
+    """Which ids of a set that brings no split are `split`: 80 % / 20 %, seeded and stratified, or as `divide` has them.
 
     A set without labels is for training only: all of it, and no test set.
     """
@@ -176,7 +189,7 @@ def own_split(source_name: str, labels: Tensor | None, n: int, split: Split) -> 
             "class subfolders, a test/ or val/ folder beside train/, or a 'labels' array in the .npz, there or, by "
             "`duel evaluate --data`, elsewhere"
         )
-    train, test = split_ids(n, labels, test_size=round(n * TEST_SHARE))
+    train, test = split_ids(n, labels) if divide is None else divide(labels)
     chosen = train if split == "train" else test
     if len(chosen) == 0:
         raise UserError(f"{source_name} has only {n} images: too few to set a {split} part of them apart")
@@ -210,6 +223,7 @@ def load(
     download: bool = False,
     image_size: int | None = None,
     residency: Residency = "auto",
+    labelled: bool = True,
 ) -> Source:
     """Images by name or path.
 
@@ -217,11 +231,12 @@ def load(
     .npy file. image_size: side in pixels (None: the set's own; of a folder, the median short side of its training
     images, at most 224); images are resized by their shorter side and cut to the central square. residency: "device"
     holds all images as one uint8 tensor, "stream" reads them when they are needed, "auto" decides by size
-    (RESIDENT_BYTES).
+    (RESIDENT_BYTES). labelled: False leaves the labels of a folder or of arrays aside, and so keeps none for testing.
 
     Folders: where every image lies in one of several subfolders, these are the classes; otherwise there are none.
     train/ and test/ (or val/) inside the folder are the splits; without them, and for arrays without a split, a
-    labelled set is split 80 % / 20 % (fixed seed, stratified) and an unlabelled one is all training data.
+    labelled set is split 80 % / 20 % (stratified; arrays with a fixed seed, files by their names, copies of one file
+    together) and an unlabelled one is all training data.
     """
     if split not in ("train", "test"):
         raise UserError(suggest("split", split, ("train", "test")))
@@ -230,6 +245,10 @@ def load(
     if image_size is not None and image_size < 1:
         raise UserError(f"image_size must be at least 1 pixel, got {image_size}")
     path = Path(data).expanduser()
+    if data in NAMES and not labelled:
+        raise UserError(
+            f"unlabelled is for folders and arrays of your own, whose labels may be none; {data} has labels"
+        )
     if data in NAMES:
         from duel.data import named
 
@@ -237,11 +256,11 @@ def load(
     if path.is_dir():
         from duel.data import folder
 
-        return folder.load(path, split=split, image_size=image_size, residency=residency)
+        return folder.load(path, split=split, image_size=image_size, residency=residency, labelled=labelled)
     if path.is_file() and path.suffix in (".npz", ".npy"):
         from duel.data import arrays
 
-        return arrays.load(path, split=split, image_size=image_size, residency=residency)
+        return arrays.load(path, split=split, image_size=image_size, residency=residency, labelled=labelled)
     if path.exists():
         raise UserError(f"data {data!r} is neither a folder nor a .npz or .npy file")
     raise UserError(

@@ -14,7 +14,7 @@ MEMORY = (
     "fresh_keys",
 )  # fmt: skip
 """The settings that say what the working memory is."""
-LATER = ("fresh_keys", "dwell_spread")
+LATER = ("fresh_keys", "dwell_spread", "unlabelled")
 """Settings that came when there were runs on file; off is as it was."""
 
 
