@@ -430,7 +430,7 @@ def test_resuming_with_other_settings_shows_the_difference() -> None:
     go(small(steps=2))
     with pytest.raises(UserError, match=r"(?s)lr: 0.003 -> 0.5.*train in another directory"):
         go(small(steps=2, lr=0.5), resume=True)
-    with pytest.raises(UserError, match="is not a run directory"):
+    with pytest.raises(UserError, match="there is no run directory"):
         go(small(out="nowhere"), resume=True)
 
 

@@ -113,7 +113,9 @@ def load_config(run: Path) -> TrainConfig:
         inside = sorted(str(found.parent) for found in run.glob(f"*/{CONFIG}"))
         if inside:
             raise UserError(f"{run} is not a run directory but holds runs: {', '.join(inside)}; give one of them")
-        raise UserError(f"{run} is not a run directory: it has no {CONFIG}. `duel train` names its own when it ends")
+        if not run.exists():
+            raise UserError(f"there is no run directory {run}; give the one that `duel train` wrote to (--out)")
+        raise UserError(f"{run} is not a run directory: it has no {CONFIG}. `duel train` says at its end which is")
     try:
         values = json.loads(path.read_text())
         return TrainConfig.from_dict(values)

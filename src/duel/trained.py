@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +19,7 @@ from .config import TrainConfig
 from .data.folder import PREPARED
 from .data.sources import NAMES
 from .encoders import Encoder
-from .errors import UserError
+from .errors import Notice, UserError
 from .evaluation.settings import EvaluationSettings
 from .inputs import items_of, load_split
 from .machine import resolve_device
@@ -122,6 +123,13 @@ def evaluate(
             f"{where!r} has other images than when {run} was trained, and no test part of its own: some of those that "
             "would be kept for testing now may have been trained on. Put the files back, or measure on other labelled "
             "images with --data"
+        )
+    if drawn:
+        warnings.warn(
+            f"{where}: its test part was taken from the same folder, so that pictures cut, resized or saved anew "
+            "may be in both parts and flatter every figure",
+            Notice,
+            stacklevel=2,
         )
     for source in sources:
         if tuple(source.shape) != tuple(shape):
