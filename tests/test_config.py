@@ -62,6 +62,8 @@ from duel.reproduce import store
         ({"method": "moco", "key_batchnorm": "bach"}, "did you mean 'batch'"),
         ({"method": "d-moco", "policy": "adaptive", "adaptive_target": 0}, "adaptive_target must be > 0, got 0"),
         ({"method": "d-moco", "adaptive_target": 0.01}, "adaptive_target is for policy adaptive, got policy None"),
+        ({"method": "d-moco", "alike": 0.8}, "for policy dedup; got 0.8 with policy None"),
+        ({"method": "d-moco", "policy": "dedup", "alike": 1.5}, "a cosine above 0 and at most 1"),
         ({"score": "gausian:1"}, "did you mean 'gaussian'.*exponential:TAU"),
         ({"score": "linear+gaussian:x"}, "must be a number"),
         ({"score": "0*linear+gaussian"}, "weight of 'linear' must lie between"),

@@ -85,5 +85,5 @@ def test_it_needs_ids_and_no_age():
         with pytest.raises(UserError, match="distinct needs the memory to keep ids"):
             WorkingMemory(4, 4, "distinct", payload)
     assert repr(Distinct(seed=3)) == "Distinct(seed=3)"
-    with pytest.raises(UserError, match="leave max_age 3 out"):
+    with pytest.raises(UserError, match=r"policy distinct lets items leave for what they are, .*leave max_age 3 out"):
         policies.Distinct(max_age=3)

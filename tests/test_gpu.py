@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 
 from duel import WorkingMemory
 from duel.errors import UserError
-from duel.policies import AdaptiveDuel, Distinct, Duel, Fifo, MinRed, Oracle, Random, Reservoir
+from duel.policies import AdaptiveDuel, Dedup, Distinct, Duel, Fifo, MinRed, Oracle, Random, Reservoir
 from duel.replacement import fused, replace
 from pools import clusters, isotropic, judge, lattice, rounding
 
@@ -86,6 +86,7 @@ POLICIES = {
     "fifo": Fifo,
     "random": Random,
     "reservoir": Reservoir,
+    "dedup": lambda: Dedup(alike=0.5),
     "distinct": Distinct,
     "minred": MinRed,
     "minred by candidates": MinRed,

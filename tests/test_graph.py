@@ -32,6 +32,10 @@ CASES = {
     "memory negatives": {"method": "simclr", "source": "memory", "memory_negatives": True, "stream_batch": 48},
     "oracle": {"method": "moco", "policy": "oracle"},
     "oracle first": {"method": "simclr", "source": "memory", "policy": "oracle", "refresh": 32},
+    "dedup first": {
+        **{"method": "simclr", "source": "memory", "policy": "dedup", "space": "pixels", "refresh": 0},
+        **{"alike": 0.8},
+    },
     "distinct first": {"method": "simclr", "source": "memory", "policy": "distinct", "refresh": 32},
     "backbone": {"method": "d-moco", "space": "backbone", "refresh": 64},
     "pixels": {"method": "d-simclr", "source": "memory", "space": "pixels", "refresh": 0},

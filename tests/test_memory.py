@@ -14,7 +14,7 @@ import duel
 from duel import WorkingMemory
 from duel.checks import acceptable_rows
 from duel.errors import UserError
-from duel.policies import AdaptiveDuel, Distinct, Duel, Fifo, MinRed, Policy, Random, Reservoir
+from duel.policies import AdaptiveDuel, Dedup, Distinct, Duel, Fifo, MinRed, Policy, Random, Reservoir
 from duel.replacement import replace
 from pools import clusters, isotropic
 
@@ -23,6 +23,7 @@ POLICIES = {
     "fifo": Fifo,
     "random": Random,
     "reservoir": Reservoir,
+    "dedup": lambda: Dedup(alike=0.5),
     "distinct": Distinct,
     "minred": MinRed,
     "duel": lambda: Duel("gaussian:0.1"),

@@ -174,7 +174,7 @@ def test_what_a_run_encodes_is_known_beforehand() -> None:
             assert encoded_images(record.config) == record.budget("images_encoded")
 
 
-CHEAP = ("fifo", "reservoir", "distinct", "minred-pixels", "minred")
+CHEAP = ("fifo", "reservoir", "distinct", "minred-pixels", "dedup-pixels", "minred")
 """Memories for which less need be encoded than for ours."""
 
 

@@ -62,6 +62,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "memory_size": (DUEL, 20),
     "policy": (DUEL, "fifo"),
     "score": (DUEL, "exponential:0.01"),
+    "alike": ({**DUEL, "policy": "dedup", "space": "pixels"}, 0.5),
     "adaptive_target": ({**DUEL, "policy": "adaptive", "adaptive_target": 1.0}, 12.0),
     "admit": (DUEL, "compete"),
     "at_once": (DUEL, True),

@@ -132,8 +132,9 @@ class TrainConfig:
     policy: str | None = None
     """Who leaves. None: duel for the d- methods, else fifo. simclr given a policy gets a memory of images as further
     negatives, as d-simclr has. distinct knows an image that comes again by its number in the data, and nothing of how
-    images look (equal files with two names are two). oracle is a control for measuring only: it sees the labels and
-    keeps the classes in memory balanced."""
+    images look (equal files with two names are two). dedup turns away what looks like an item that is held, as far as
+    there are others. oracle is a control for measuring only: it sees the labels and keeps the classes in memory
+    balanced."""
     score: str = "gaussian:0.1"
     """Collision score of the duel policy: linear, quadratic, gaussian:TAU (TAU 1 unless given), exponential:TAU (0.05),
     or a mix A+B, weighted 0.1*A+0.9*B."""
@@ -141,6 +142,9 @@ class TrainConfig:
     """Policy adaptive: about how many expected duplicates the mean item is to have (the score's width moves in steps of
     a factor √2): so many, or, below 1, that share of the memory. None: the policy's own, 0.1, which suits clusters;
     what a contrastive loss spreads wants less, such as 8."""
+    alike: float | None = None
+    """Policy dedup: two items are copies if their cosine is so much or more. None: the policy's own, 0.9, which suits
+    thumbnails (space pixels)."""
     admit: Literal["always", "compete"] = "always"
     """always: every newcomer takes a slot. compete: a newcomer may be the duplicate and be turned away."""
     at_once: bool = False

@@ -59,6 +59,11 @@ def check(config: TrainConfig) -> None:
         _positive(config, "adaptive_target")
         if config.policy != "adaptive":
             raise UserError(f"adaptive_target is for policy adaptive, got policy {config.policy!r}; leave it out")
+    if config.alike is not None and (not 0 < config.alike <= 1 or config.policy != "dedup"):
+        raise UserError(
+            f"alike is a cosine above 0 and at most 1, for policy dedup; got {config.alike} with policy "
+            f"{config.policy!r}"
+        )
     for name in ("momentum", "key_momentum", "lr_end", "dwell_spread"):
         value = getattr(config, name)
         if value is not None and not 0 <= value <= 1:
@@ -113,6 +118,7 @@ def unread(policy: str) -> set[str]:
     names = set() if policy == "duel" else {"score", "at_once"}
     names |= set() if policy in ("duel", "adaptive") else {"admit"}
     names |= {"space"} if policy in BLIND_POLICIES else set()
+    names |= set() if policy == "dedup" else {"alike"}
     return names | (set() if policy == "adaptive" else {"adaptive_target"})
 
 

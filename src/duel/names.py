@@ -11,7 +11,7 @@ OptimizerName = Literal["adam", "adamw", "sgd", "lars"]
 AugmentName = Literal["standard", "paper", "digits", "none"]
 #: `data` of a run whose images come once, from outside.
 LIVE = "-"
-POLICIES = ("duel", "fifo", "reservoir", "random", "distinct", "minred", "adaptive", "oracle")
+POLICIES = ("duel", "fifo", "reservoir", "random", "distinct", "dedup", "minred", "adaptive", "oracle")
 #: Those that compare nothing.
 BLIND_POLICIES = ("fifo", "reservoir", "random", "distinct", "oracle")
 #: Methods without negatives: a memory can only give them their batches.

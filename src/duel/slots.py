@@ -107,6 +107,23 @@ def seats(stays: Tensor, size: int) -> Tensor:
     return torch.where(new, leaving[turns(new).clamp(max=size - 1)], -1)
 
 
+def lowest_stay(rank: Tensor, size: int) -> Tensor:
+    """int64 (B,): the slots of newcomers, -1 for the others, where those of lowest rank stay, ties to the first.
+
+    rank: (size + B,), of residents, then newcomers.
+    """
+    lowest = torch.sort(rank, stable=True).indices
+    stays = torch.zeros_like(rank, dtype=torch.bool)
+    return seats(stays.scatter_(0, lowest, torch.arange(len(rank), device=rank.device) < size), size)
+
+
+def again(names: Tensor, absent: Tensor) -> Tensor:
+    """bool (n,): which int64 names have come before in the order given; those that are `absent` come last."""
+    order = torch.sort(absent.to(torch.int8), stable=True).indices
+    order = order[torch.sort(names[order], stable=True).indices]
+    return torch.zeros_like(absent).scatter_(0, order[1:], names[order[1:]] == names[order[:-1]])
+
+
 def put(rows: Tensor, slots: Tensor, values: Tensor) -> Tensor:
     """A copy of rows with `values` in `slots` (-1: nowhere); where a slot is named twice the last one stays."""
     last = last_newcomer(slots, rows.shape[0])

@@ -189,8 +189,10 @@ def build_policy(config: TrainConfig, inputs: Inputs) -> policies.Policy:
         given |= {"admit": config.admit}
         if config.adaptive_target is not None:
             given["target"] = config.adaptive_target
-    elif name in ("random", "reservoir", "distinct"):
+    elif name in ("random", "reservoir", "distinct", "dedup"):
         given |= {"seed": config.seed}
+        if config.alike is not None:
+            given["alike"] = config.alike
     elif name == "oracle":
         if inputs.train.labels is None:
             raise UserError(f"policy oracle sees the labels, but {config.data!r} has none; take another policy")

@@ -23,6 +23,7 @@ from typing import Any
 
 from duel.errors import UserError, suggest
 from duel.policies.base import Policy, takes_part
+from duel.policies.dedup import Dedup
 from duel.policies.duelling import AdaptiveDuel, Duel
 from duel.policies.minred import MinRed
 from duel.policies.oracle import Oracle
@@ -31,6 +32,7 @@ from duel.policies.simple import Distinct, Fifo, Random, Reservoir
 __all__ = [
     "POLICIES",
     "AdaptiveDuel",
+    "Dedup",
     "Distinct",
     "Duel",
     "Fifo",
@@ -50,6 +52,7 @@ POLICIES: dict[str, type[Policy]] = {
     "reservoir": Reservoir,
     "random": Random,
     "distinct": Distinct,
+    "dedup": Dedup,
     "minred": MinRed,
     "adaptive": AdaptiveDuel,
     "oracle": Oracle,

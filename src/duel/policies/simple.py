@@ -10,7 +10,7 @@ from torch import Tensor
 from duel.errors import UserError, check_seed
 from duel.hashing import uniform
 from duel.policies.base import Policy, check_ids, takes_part
-from duel.slots import seats, turns
+from duel.slots import again, lowest_stay, turns
 
 if TYPE_CHECKING:
     from duel.memory import WorkingMemory
@@ -99,7 +99,19 @@ class Reservoir(_Drawing):
         return torch.where(slots < memory.size, slots, -1)
 
 
-class Distinct(_Seeded):
+class Ageless(_Seeded):
+    """A policy by which items leave for what they are, whenever they came."""
+
+    def __init__(self, *, seed: int = 0, max_age: int | None = None) -> None:
+        if max_age is not None:
+            name = type(self).__name__.lower()
+            raise UserError(
+                f"policy {name} lets items leave for what they are, not by age; leave max_age {max_age} out"
+            )
+        super().__init__(seed=seed)
+
+
+class Distinct(Ageless):
     """A uniform sample of the *different* items seen so far: what knowing exact copies by their ids gives.
 
     Every id has a random number of its own, and those with the lowest stay (bottom-k sampling: Cohen 1997), so that how
@@ -109,24 +121,12 @@ class Distinct(_Seeded):
     Ids are the memory's payload "id". Near-duplicates with ids of their own are different items.
     """
 
-    def __init__(self, *, seed: int = 0, max_age: int | None = None) -> None:
-        if max_age is not None:
-            raise UserError(f"policy distinct lets items leave by their ids alone; leave max_age {max_age} out")
-        super().__init__(seed=seed)
-
     def attach(self, memory: WorkingMemory) -> None:
         check_ids(memory, "distinct")
         super().attach(memory)
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
-        size, count = memory.size, incoming.shape[0]
         ids = torch.cat([memory["id"], memory.arriving["id"]])  # (K + B,)
-        absent = torch.cat([torch.zeros_like(ids[:size], dtype=torch.bool), ~takes_part(incoming)])
-        # by id; of equal ones residents first, then newcomers in order, those that take no part last
-        order = torch.sort(absent.to(torch.int8), stable=True).indices
-        order = order[torch.sort(ids[order], stable=True).indices]
-        again = torch.zeros_like(absent).scatter_(0, order[1:], ids[order[1:]] == ids[order[:-1]])
-        rank = torch.where(again, 1.0, uniform(self.seed, ids)) + 2.0 * absent
-        lowest = torch.sort(rank, stable=True).indices
-        places = torch.arange(size + count, device=ids.device)
-        return seats(torch.zeros_like(absent).scatter_(0, lowest, places < size), size)
+        absent = torch.zeros_like(ids, dtype=torch.bool)
+        absent[memory.size :] = ~takes_part(incoming)
+        return lowest_stay(torch.where(again(ids, absent), 1.0, uniform(self.seed, ids)) + 2.0 * absent, memory.size)

@@ -11,10 +11,10 @@ from ..config_checks import unread
 MEMORY = (
     "source", "stream_batch", "memory_size", "policy", "score", "adaptive_target", "admit", "at_once", "max_age",
     "refresh", "space", "memory_negatives", "queue", "memory_view", "reuse_newcomers",
-    "fresh_keys",
+    "fresh_keys", "alike",
 )  # fmt: skip
 """The settings that say what the working memory is."""
-LATER = ("fresh_keys", "dwell_spread", "unlabelled")
+LATER = ("fresh_keys", "dwell_spread", "unlabelled", "alike")
 """Settings that came when there were runs on file; off is as it was."""
 
 

@@ -79,7 +79,7 @@ def _each(*patterns: str) -> tuple[str, ...]:
 
 
 _SMALL = _each("d-{}-ours-small")
-_PIXELS = ("d-{}-pixels", "{}-memory-minred-pixels")
+_PIXELS = ("d-{}-pixels", "{}-memory-minred-pixels", "{}-memory-dedup-pixels")
 """At the plain method's cost: nothing is encoded for the memory."""
 _MEMORIES = tuple(f"{{}}-memory-{policy}" for policy in ("fifo", "reservoir", "distinct", "minred"))
 """Others in the place of DUEL's."""

@@ -101,12 +101,15 @@ def _variants(base: str, word: str) -> list[Row]:
         memory_first("fifo", "FIFO"),
         memory_first("reservoir", "reservoir"),
         memory_first("minred", "MinRed"),
-        Row(
-            f"{base}-memory-minred-pixels",
-            f"{word}, memory-first, MinRed by thumbnails",
-            method,
-            base,
-            {**ours, "method": base, "policy": "minred", **SEEN},
+        *(
+            Row(
+                f"{base}-memory-{policy}-pixels",
+                f"{word}, memory-first, {label} by thumbnails",
+                method,
+                base,
+                {**ours, "method": base, "policy": policy, **SEEN},
+            )
+            for policy, label in (("minred", "MinRed"), ("dedup", "copies turned away"))
         ),
         memory_first("distinct", "images known by their ids"),
         memory_first("oracle", "balanced by an oracle"),
@@ -296,7 +299,13 @@ _LONGER = (
         for base, _ in _BASES
         for pattern in (
             *("{}", "{}-temperature", "d-{}-ours", "d-{}-pixels", "{}-memory-minred-pixels"),
-            *("{}-memory-fifo", "{}-memory-reservoir", "{}-memory-distinct", "{}-memory-minred"),
+            *(
+                "{}-memory-dedup-pixels",
+                "{}-memory-fifo",
+                "{}-memory-reservoir",
+                "{}-memory-distinct",
+                "{}-memory-minred",
+            ),
         )
     ),
 )

@@ -1,0 +1,95 @@
+"""A threshold in the place of a duel: what looks like something that is held is turned away."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from duel.errors import UserError
+from duel.hashing import uniform
+from duel.policies.base import takes_part
+from duel.policies.simple import Ageless
+from duel.replacement.units import exact_products, widened
+from duel.slots import again, lowest_stay, put
+
+if TYPE_CHECKING:
+    from duel.memory import WorkingMemory
+
+_LEVEL = 1 << 53
+"""Above every number that an item has of its own."""
+_ELEMENTS = 1 << 24
+"""Of a block of cosines."""
+
+
+class Dedup(Ageless):
+    """A sample of what looks different: near-copies are told by a threshold, and no duel is fought.
+
+    A newcomer is a copy if its cosine with an item that is held, or with an earlier newcomer of the same update, is
+    `alike` or more. Items that are no copies come before copies; among equals a number stays or goes that every item
+    has of its own, a hash of its vector and `seed`, the lowest staying (bottom-k sampling: Cohen 1997). So how often
+    the very same vector comes does not matter, and it is held once. Copies fill what slots there are too few different
+    items for. Which items are copies is told when they come, and of the first ones when the memory becomes full.
+
+    Args:
+        alike: cosine of two that are copies, above 0 and at most 1.
+        seed: of the items' numbers.
+    """
+
+    copies: Tensor
+    numbers: Tensor
+
+    def __init__(self, *, alike: float = 0.9, seed: int = 0, max_age: int | None = None) -> None:
+        super().__init__(seed=seed, max_age=max_age)
+        if not isinstance(alike, int | float) or not 0 < alike <= 1:
+            raise UserError(f"alike must be a cosine above 0 and at most 1, got {alike!r}")
+        self.alike = float(alike)
+
+    def extra_repr(self) -> str:
+        return f"alike={self.alike:g}, {super().extra_repr()}"
+
+    def attach(self, memory: WorkingMemory) -> None:
+        super().attach(memory)
+        self.register_buffer("copies", torch.zeros(memory.size, dtype=torch.bool))
+        self.register_buffer("numbers", torch.zeros(memory.size, dtype=torch.int64))
+
+    def filled(self, memory: WorkingMemory) -> None:
+        rows = memory.compared
+        self.numbers.copy_(self._numbers(rows))
+        self.copies.copy_(self._alike_any(rows, rows, earlier=True))
+
+    def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
+        held, size = memory.compared, memory.size
+        rows = incoming.to(held.dtype)
+        numbers = torch.cat([self.numbers, self._numbers(rows)])  # (K + B,)
+        copy = self._alike_any(rows, held) | self._alike_any(rows, rows, earlier=True)
+        copies = torch.cat([self.copies, copy])
+        absent = torch.zeros_like(copies)
+        absent[size:] = ~takes_part(incoming)
+        rank = numbers + copies * _LEVEL
+        rank = torch.where(again(numbers, absent), 2 * _LEVEL, rank) + absent * (4 * _LEVEL)
+        slots = lowest_stay(rank, size)
+        both = put(torch.stack([self.numbers, self.copies.long()], 1), slots, torch.stack([numbers, copies], 1)[size:])
+        self.numbers.copy_(both[:, 0])
+        self.copies.copy_(both[:, 1])
+        return slots
+
+    def _numbers(self, rows: Tensor) -> Tensor:
+        """int64 (n,) in [0, 2^53): the same for the same vector, otherwise as good as drawn at random."""
+        bits = (widened(rows, torch.float32) + 0.0).view(torch.int32).long()  # + 0.0: -0.0 is 0.0
+        place = torch.arange(bits.shape[1], device=bits.device)
+        mixed = (uniform(self.seed, (bits << 20) ^ place) * _LEVEL).long().sum(1)  # of whole numbers, which wraps
+        return (uniform(self.seed, mixed) * _LEVEL).long()
+
+    def _alike_any(self, rows: Tensor, others: Tensor, *, earlier: bool = False) -> Tensor:
+        """bool (n,): whether a row is like any of the others (m, d), or, of the same rows, like an earlier one."""
+        rows, others = (widened(part, torch.promote_types(part.dtype, torch.float32)) for part in (rows, others))
+        found = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        block = max(1, _ELEMENTS // max(1, len(rows)))
+        with exact_products(rows.device):
+            for first in range(0, len(others), block):
+                start = first if earlier else 0  # rows before these have none that is earlier
+                like = rows[start:] @ others[first : first + block].T >= self.alike
+                found[start:] |= (like.tril(-1) if earlier else like).any(1)
+        return found
