@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -478,6 +479,28 @@ def test_copies_of_a_file_stay_in_one_part(folder: Path) -> None:
         path.write_bytes(b"" + originals[0].read_bytes())
     with pytest.warns(Notice, match="copies"):
         assert set(load(str(folder)).labels.tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("name", range(6))
+def test_a_file_that_is_there_very_often_does_not_take_the_test_part_away(tmp_path: Path, name: int) -> None:
+    """Whatever it is called, and so wherever its group comes."""
+    for i in range(40):
+        picture(tmp_path / "a" / f"{i}.png", 3 * i)
+        picture(tmp_path / "b" / f"{i}.png", 200 - i)
+    for i in range(60):
+        shutil.copy(tmp_path / "a" / "7.png", tmp_path / "a" / f"{name}-again-{i}.png")
+    assert load(str(tmp_path), split="test").labels.bincount().tolist() == [20, 8]
+
+
+def test_classes_without_test_images_are_named(folder: Path) -> None:
+    first, second = (path.read_bytes() for path in sorted((folder / "c").iterdir())[:2])
+    for path in (folder / "a").iterdir():  # ten that are one, and two of which each is there five times
+        path.write_bytes(first)
+    for i, path in enumerate(sorted((folder / "b").iterdir())):
+        path.write_bytes((first, second)[i % 2])
+    with pytest.warns(Notice, match="class 'a' has too few different files to keep any for testing"):
+        load(str(folder))
+    assert load(str(folder), split="test").labels.bincount().tolist() == [0, 5, 2]
 
 
 @pytest.mark.parametrize("residency", ["device", "stream"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -149,14 +150,20 @@ def test_a_run_on_a_data_set_says_nothing_of_where_it_was_made() -> None:
 def test_images_that_were_trained_on_are_not_measured_on() -> None:
     """Which images are kept for testing depends on all that there are."""
     go(small())
-    with pytest.warns(Notice, match="its test part was taken from the same folder"):
+    with pytest.warns(Notice, match="its test part was taken from the same images"):
         assert evaluate("run", **QUICK)["probe"] is not None
     extra = Path("pictures/a/extra.png")
     shutil.copy("pictures/b/01.png", extra)
-    with pytest.raises(UserError, match=r"'pictures' has other images than when run was trained.*with --data"):
+    with pytest.raises(
+        UserError, match=r"'pictures' has no test part of its own.*measure on other labelled images with --data"
+    ):
         evaluate("run", **QUICK)
+    for same in ("pictures", "./pictures/", "../home/pictures"):  # as the run's own, by another name, too
+        with pytest.raises(UserError, match="has no test part of its own"):
+            evaluate("run", data=same, **QUICK)
     pictures("others", seed=1)
-    assert evaluate("run", data="others", **QUICK)["probe"] is not None
+    with pytest.warns(Notice, match="if run was trained on any of these pictures"):
+        assert evaluate("run", data="others", **QUICK)["probe"] is not None
     extra.unlink()
     assert evaluate("run", **QUICK)["probe"] is not None
 
@@ -169,12 +176,41 @@ def test_a_part_for_testing_of_its_own_stays_one(tmp_path: Path) -> None:
     assert evaluate("run", **QUICK)["probe"] is not None
 
 
-def test_a_run_without_labels_is_measured_elsewhere() -> None:
-    go(small(unlabelled=True))
-    with pytest.raises(UserError, match="has no labels and no test part"):
-        evaluate("run", **QUICK)
+@pytest.mark.parametrize("data", ["pictures", "arrays.npz"])
+def test_a_run_that_took_no_notice_of_labels_is_measured_elsewhere(data: str) -> None:
+    go(small(data, unlabelled=True))
+    for own in (None, data, f"./{data}"):
+        with pytest.raises(UserError, match=r"trained on all images .*, so that none is left to measure on"):
+            evaluate("run", data=own, **QUICK)
     pictures("others", seed=1)
     assert evaluate("run", data="others", **QUICK)["probe"] is not None
+
+
+def test_such_a_run_has_a_test_part_where_the_folder_has_one() -> None:
+    for part in ("train", "test"):
+        pictures(f"parted/{part}", seed=len(part))
+    go(small("parted", unlabelled=True))
+    assert evaluate("run", **QUICK)["images"] == {"train": 30, "test": 30}
+
+
+def test_arrays_that_have_changed_are_not_measured_on() -> None:
+    go(small("arrays.npz"))
+    assert evaluate("run", **QUICK)["images"]["test"] == 6
+    np.savez("arrays.npz", images=colours(40), labels=np.arange(40) % 2)
+    with pytest.raises(UserError, match="has no test part of its own"):
+        evaluate("run", **QUICK)
+
+
+def test_a_class_with_an_odd_name_is_measured() -> None:
+    for name in ("a", "b"):
+        for i, image in enumerate(colours(12, seed=ord(name))):
+            path = os.path.join(b"odd", name.encode() + b"\xff", b"%d.png" % i)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as file:
+                Image.fromarray(image).save(file, "png")
+    go(small("odd"))
+    assert evaluate("run", **QUICK)["probe"] is not None
+    assert b"a\xff" in Path("run", runs.EVALUATION).read_bytes()
 
 
 def test_files_are_listed_as_the_run_began(monkeypatch: pytest.MonkeyPatch) -> None:

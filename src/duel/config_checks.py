@@ -110,7 +110,13 @@ def check_live(config: TrainConfig) -> None:
 
 def no_labels(config: TrainConfig) -> str:
     """That a bias was asked for where there are none."""
-    return f"bias {config.bias:g} needs labels, but {config.data!r} has none; leave bias at 1"
+    mend = "leave bias at 1" + ", or unlabelled out" * config.unlabelled
+    return f"bias {config.bias:g} needs labels, but {without_labels(config)}; {mend}"
+
+
+def without_labels(config: TrainConfig) -> str:
+    """Why there are none."""
+    return "unlabelled takes no notice of them" if config.unlabelled else f"{config.data!r} has none"
 
 
 def unread(policy: str) -> set[str]:

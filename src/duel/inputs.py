@@ -60,9 +60,11 @@ class Inputs:
         train = load_split(config, "train")
         _check_size(config.data, "images", train)
         if kept := getattr(train, "kept_apart", 0):
+            folder = f"its {len(train.classes)} subfolders are taken for classes, and " * bool(files_of(train))
+            unless = "if they are none, " * bool(folder)
             warnings.warn(
-                f"{config.data}: its {len(train.classes)} subfolders are taken for classes, and {kept} of "
-                f"{len(train) + kept} images kept for testing; if they are none, --unlabelled trains on all of them",
+                f"{config.data}: {folder}{kept} of {len(train) + kept} images kept for testing; {unless}--unlabelled "
+                "trains on all of them",
                 Notice,
                 stacklevel=2,
             )

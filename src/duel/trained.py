@@ -108,26 +108,35 @@ def evaluate(
     shape = trained.encoder.image_shape
     of_any_size = where not in NAMES and Path(where).expanduser().is_dir()  # files, brought to one when they are read
     size = shape[-1] if of_any_size else trained.config.image_size
-    own = data is None
+    own = data is None or evaluation_file(run, data).name == runs.EVALUATION
     config = dataclasses.replace(
         trained.config,
         data=where,
         root=root or trained.config.root,
         image_size=size,
-        unlabelled=own and trained.config.unlabelled,
+        unlabelled=False,
     )
     sources = [load_split(config, split) for split in ("train", "test")]
-    drawn = getattr(sources[0], "kept_apart", 0) > 0
-    if own and drawn and trained.items not in (None, items_of(sources[0], trained.config.data)):
-        raise UserError(
-            f"{where!r} has other images than when {run} was trained, and no test part of its own: some of those that "
-            "would be kept for testing now may have been trained on. Put the files back, or measure on other labelled "
-            "images with --data"
+    if getattr(sources[0], "kept_apart", 0):  # which ones depends on all that there are
+        if own and trained.config.unlabelled:
+            raise UserError(
+                f"{run} was trained on all images of {where!r} (unlabelled), so that none is left to measure on; name "
+                "other labelled images with --data"
+            )
+        same = trained.items == items_of(sources[0], trained.config.data)
+        if own and not same:
+            raise UserError(
+                f"{where!r} has no test part of its own, and those of its images that would be kept for testing now "
+                f"may have been trained on: they are not the ones that were kept when {run} was trained, because files "
+                "have come, gone or moved, or because an older version kept others. Put the files back, or measure on "
+                "other labelled images with --data"
+            )
+        unknown = (
+            "" if same else f"; and if {run} was trained on any of these pictures, some of them are in its test part"
         )
-    if drawn:
         warnings.warn(
-            f"{where}: its test part was taken from the same folder, so that pictures cut, resized or saved anew "
-            "may be in both parts and flatter every figure",
+            f"{where}: its test part was taken from the same images, so that pictures cut, resized or saved anew "
+            f"may be in both parts and flatter every figure{unknown}",
             Notice,
             stacklevel=2,
         )

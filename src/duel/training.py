@@ -153,8 +153,9 @@ def _restore(
     same = state.get("items", inputs.fingerprint) == inputs.fingerprint
     if not same or (moved and not _look_alike(state, inputs)):
         raise UserError(
-            f"{inputs.train.name!r} has other images than when {path} was written ({len(inputs.train):,} now), and the "
-            "stream and the memory know them by their number; put the files back, or start again with --overwrite"
+            f"{inputs.train.name!r} has other images than when {path} was written ({len(inputs.train):,} now), or "
+            "an older version kept others of them for testing, and the stream and the memory know them by their "
+            "number; put the files back, or start again with --overwrite"
         )
     step.load_state_dict(state["training"])
     if step.done < step.steps:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import policies
 from .config import TrainConfig
+from .config_checks import without_labels
 from .data.live import LiveStream
 from .data.stream import Stream
 from .errors import UserError
@@ -195,6 +196,6 @@ def build_policy(config: TrainConfig, inputs: Inputs) -> policies.Policy:
             given["alike"] = config.alike
     elif name == "oracle":
         if inputs.train.labels is None:
-            raise UserError(f"policy oracle sees the labels, but {config.data!r} has none; take another policy")
+            raise UserError(f"policy oracle sees the labels, but {without_labels(config)}; take another policy")
         given |= {"labels": inputs.train.labels, "classes": len(inputs.train.classes)}
     return policies.POLICIES[name](**given)

@@ -94,7 +94,7 @@ def load(
 ) -> ArraySource:
     """A .npy of images, or a .npz with images and perhaps labels, perhaps one pair for each split."""
     name = str(path)
-    has_test = False
+    has_test, kept_apart = False, 0
     try:
         if path.suffix == ".npy":
             # Mapped, copy on write: a file larger than memory can be streamed.
@@ -110,10 +110,11 @@ def load(
     source = from_arrays(images, labels if labelled else None, name=name)
     if not has_split:
         ids = own_split(name, source.labels, len(source), split)
-        has_test = len(ids) < len(source)
+        kept_apart = len(source) - len(ids)
+        has_test = kept_apart > 0
         source = source if len(ids) == len(source) else source.subset(ids)
     source = finish(source, image_size, residency)
-    source.has_test = has_test
+    source.has_test, source.kept_apart = has_test, kept_apart
     return source
 
 

@@ -182,6 +182,8 @@ def load(folder: Path, *, split: Split, image_size: int | None, residency: Resid
         divide = functools.partial(files.own_split, folder, paths)
         ids = own_split(str(folder), labels, len(paths), split, divide)
         kept_apart = len(paths) - len(ids)
+        if labels is not None and split == "train":
+            _tell_untested(str(folder), labels, ids, classes)
         paths, labels = [paths[i] for i in ids.tolist()], None if labels is None else labels[ids]
         images = None if images is None else images[ids]
     source: ArraySource | FolderSource
@@ -192,6 +194,16 @@ def load(folder: Path, *, split: Split, image_size: int | None, residency: Resid
     source.kept_apart = kept_apart
     source.has_test = kept_apart > 0 if train is None else bool(test_folders(folder))
     return source
+
+
+def _tell_untested(name: str, labels: Tensor, train: Tensor, classes: tuple[str, ...]) -> None:
+    """Classes that the rest, which is for testing, has no image of."""
+    counts = torch.bincount(labels, minlength=len(classes)) - torch.bincount(labels[train], minlength=len(classes))
+    if untested := [c for c, n in zip(classes, counts.tolist(), strict=True) if n == 0]:
+        more = f" and {len(untested) - 3:,} more" if len(untested) > 3 else ""
+        listed = ", ".join(map(repr, untested[:3]))
+        which = f"class {listed} has" if len(untested) == 1 else f"classes {listed}{more} have"
+        warnings.warn(f"{name}: {which} too few different files to keep any for testing", Notice, stacklevel=3)
 
 
 def _check_classes(labels: Tensor, classes: tuple[str, ...], known: tuple[str, ...] | None, part: Path) -> None:

@@ -192,7 +192,7 @@ def own_split(
     train, test = split_ids(n, labels) if divide is None else divide(labels)
     chosen = train if split == "train" else test
     if len(chosen) == 0:
-        raise UserError(f"{source_name} has only {n} images: too few to set a {split} part of them apart")
+        raise UserError(f"{source_name} has {n} images, too few different ones to set a {split} part of them apart")
     return chosen
 
 
@@ -236,7 +236,7 @@ def load(
     Folders: where every image lies in one of several subfolders, these are the classes; otherwise there are none.
     train/ and test/ (or val/) inside the folder are the splits; without them, and for arrays without a split, a
     labelled set is split 80 % / 20 % (stratified; arrays with a fixed seed, files by their names, copies of one file
-    together) and an unlabelled one is all training data.
+    in a class together) and an unlabelled one is all training data.
     """
     if split not in ("train", "test"):
         raise UserError(suggest("split", split, ("train", "test")))
@@ -247,7 +247,7 @@ def load(
     path = Path(data).expanduser()
     if data in NAMES and not labelled:
         raise UserError(
-            f"unlabelled is for folders and arrays of your own, whose labels may be none; {data} has labels"
+            f"unlabelled is for folders and arrays of your own, whose labels may be none; leave it out for {data}"
         )
     if data in NAMES:
         from duel.data import named

@@ -87,7 +87,7 @@ def save(result: dict[str, Any], path: str | os.PathLike[str]) -> None:
     text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     with writing(target, "make room or make its folder writable, then evaluate again"):
         try:
-            partial.write_text(text, encoding="utf-8")
+            partial.write_text(text, encoding="utf-8", errors="surrogateescape")  # a class may have a folder's name
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
