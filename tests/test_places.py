@@ -162,6 +162,7 @@ def test_images_that_were_trained_on_are_not_measured_on() -> None:
         with pytest.raises(UserError, match="has no test part of its own"):
             evaluate("run", data=same, **QUICK)
     pictures("others", seed=1)
+    Path("others/a/00.png").rename("others/a/one.png")
     with pytest.warns(Notice, match="if run was trained on any of these pictures"):
         assert evaluate("run", data="others", **QUICK)["probe"] is not None
     extra.unlink()
