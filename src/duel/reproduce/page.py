@@ -45,6 +45,7 @@ its Top-k does not say where neighbours come from.
 | plain, literal, ours | the method without DUEL; the paper's form: linear score, Algorithm 2, its sizes of the memory (2,048 embeddings, 512 images; plain MoCo v2 has 4,096 at scale `short`); what this package recommends |
 | literal D-MoCo | MoCo v2 with the policy added: negatives from the memory alone, newcomers are the step's keys. Algorithm 2 prints the batch's other keys as negatives too, and newcomers that are encoded after the step: rows of their own |
 | images known by their ids | a uniform sample of the different images seen so far, by their numbers in the data and whatever they look like: what exact copies alone explain. Of frames it knows which image they show, which no camera says |
+| a threshold | a newcomer whose cosine with an item that is held is 0.9 or more is turned away, and of the others a sample is kept (policy dedup): what is usually done about near-copies |
 | thumbnails | the memory compares images at 8 × 8 pixels and not what the encoder gives, so that nothing is encoded for it. Digits have 8 × 8 pixels: there an image is its own thumbnail, which nearly tells its class |
 | stream-first, memory-first | batches come from the stream and the memory gives negatives; batches are drawn from the memory |
 | gap recovered | (row - plain) / (plain on balanced data - plain), of rows that are trained for longer both plain ones too; with a 95 % interval over seeds (Fieller 1954); "no clear gap" where what the plain row lost is not clear of zero, or by one seed less than two points |

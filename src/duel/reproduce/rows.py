@@ -109,7 +109,7 @@ def _variants(base: str, word: str) -> list[Row]:
                 base,
                 {**ours, "method": base, "policy": policy, **SEEN},
             )
-            for policy, label in (("minred", "MinRed"), ("dedup", "copies turned away"))
+            for policy, label in (("minred", "MinRed"), ("dedup", "a threshold"))
         ),
         memory_first("distinct", "images known by their ids"),
         memory_first("oracle", "balanced by an oracle"),
