@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from duel import WorkingMemory, recipes, runs
 from duel.instruments import COUNTED_UP_TO, PATIENCE, Instruments
-from duel.policies import AdaptiveDuel, Duel, Fifo
+from duel.policies import AdaptiveDuel, Dedup, Distinct, Duel, Fifo, Random
 from duel.reproduce import store
 from duel.runlog import RunLog, read_metrics
 from duel.training import train
@@ -128,6 +128,19 @@ def test_newcomers_that_only_replace_each_other_leave_a_memory_unchanged(score, 
         assert admit == "compete" or int(memory.age.min()) == 0
         said = eye.warnings(eye.read(torch.arange(3), updates=1), 1)
         assert len([message for message in said if "replace each other. If" in message]) == count
+
+
+@pytest.mark.parametrize("policy", [Dedup, Distinct, Random])
+def test_no_age_limit_is_asked_for_where_none_can_be_set(policy):
+    memory = WorkingMemory(64, 16, policy(), IDS)
+    memory.update(isotropic(64, 16, 0).float(), id=torch.arange(64))
+    eye = Instruments(memory, labels=None, classes=0, stream_largest=None, per_update=16)
+    memory._clock.fill_(PATIENCE + 1)
+    said = " ".join(eye.warnings(eye.read(torch.arange(3), updates=1), PATIENCE + 1))
+    assert ("have not changed for" in said) == (policy is not Distinct)
+    assert ("does bring anything new, raise --alike" in said) == (policy is Dedup)
+    assert "by another network than the present one: raise --refresh" in said
+    assert ("--max-age" in said) == (policy is Random)
 
 
 def test_what_is_said_of_thumbnails_asks_for_no_encoding():

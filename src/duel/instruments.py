@@ -15,7 +15,8 @@ from . import scores
 from .evaluation import memory as measures
 from .evaluation.geometry import class_cosines
 from .memory import WorkingMemory
-from .policies import AdaptiveDuel, Duel, MinRed
+from .policies import AdaptiveDuel, Dedup, Distinct, Duel, MinRed, Oracle
+from .policies.simple import Ageless
 
 #: Above so many slots N is shown only where the policy carries it: counting it over all pairs takes a fifth of a second
 #: on a CPU with so many.
@@ -161,10 +162,12 @@ class Instruments:
         return "lower --adaptive-target" if isinstance(policy, AdaptiveDuel) else "use a sharper --score"
 
     def _unchanged(self, found: dict[str, float]) -> str:
-        if found["memory_age_p10"] < self.patience:
-            return ""
+        if found["memory_age_p10"] < self.patience or isinstance(self.memory.policy, Distinct):
+            return ""  # a sample of different items comes to rest once all have come
         sharper, refresh = self._sharper(), "raise --refresh, " * self.encoded
         advice = f"{refresh}{sharper} or set --max-age" if sharper else "set --max-age"
+        if isinstance(self.memory.policy, Dedup):
+            advice = "raise --alike"
         return (
             f"nine tenths of the memory have not changed for {found['memory_age_p10']:.0f} steps: newcomers are turned "
             f"away or replace each other. If the stream does bring anything new, {advice}"
@@ -175,8 +178,12 @@ class Instruments:
             return ""
         return (
             f"half of the memory was encoded more than {found['memory_staleness']:.0f} steps ago, by another "
-            "network than the present one: raise --refresh or set --max-age"
+            f"network than the present one: raise --refresh{' or set --max-age' * (not self._ageless)}"
         )
+
+    @property
+    def _ageless(self) -> bool:
+        return isinstance(self.memory.policy, Ageless | Oracle)
 
     def _concentrated(self, found: dict[str, float], judged: bool) -> str:
         largest, stream = found.get("memory_largest"), self.stream_largest
