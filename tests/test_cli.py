@@ -142,7 +142,7 @@ def test_a_recipe_sets_the_defaults_and_options_override_it() -> None:
         (["train", "--method", "d-moco", "--policy", "adaptive", "--at-once"], "does not look at --at-once"),
         (
             ["train", "--method", "d-moco", "--policy", "fifo", "--space", "backbone"],
-            "does not look at --space; leave that out, or use policy duel or minred or adaptive",
+            "does not look at --space; leave that out, or use policy duel or dedup or minred or adaptive",
         ),
         (["train", "--space", "pixels", "--method", "d-simclr", "--refresh", "9"], "so --refresh would do nothing"),
         (["train", "--method", "d-byol", "--source", "stream"], "use --source memory"),
@@ -200,7 +200,7 @@ def test_flags_have_both_forms_whatever_the_recipe(capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     for shown in (
         "--graph, --no-graph", "--recipe {standard,paper,demo}", "--augment {standard,paper,digits,none}",
-        "--policy {duel,fifo,reservoir,random,distinct,minred,adaptive,oracle}|None", "--steps INT|None", "--resume ",
+        "--policy {duel,fifo,reservoir,random,distinct,dedup,minred,adaptive,oracle}|None", "--steps INT|None", "--resume ",
     ):  # fmt: skip
         assert shown in text, shown
     assert parsed("--recipe", "demo", "--steps", "None").steps is None

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,62 @@ def test_such_a_run_has_a_test_part_where_the_folder_has_one() -> None:
         pictures(f"parted/{part}", seed=len(part))
     go(small("parted", unlabelled=True))
     assert evaluate("run", **QUICK)["images"] == {"train": 30, "test": 30}
+
+
+def divided(folder: str) -> None:
+    for i, path in enumerate(sorted(Path(folder).glob("[ab]/*.png"))):
+        to = Path(folder, "test" if i % 5 == 0 else "train", path.parent.name)
+        to.mkdir(parents=True, exist_ok=True)
+        path.rename(to / path.name)
+    for name in "ab":
+        Path(folder, name).rmdir()
+
+
+@pytest.mark.parametrize("unlabelled", [False, True])
+def test_a_folder_that_was_divided_after_training_is_not_measured_on(unlabelled: bool) -> None:
+    go(small(unlabelled=unlabelled))
+    divided("pictures")
+    with pytest.raises(UserError, match=r"pictures: \d of 6 images for testing were trained on by run"):
+        evaluate("run", **QUICK)
+
+
+def test_a_folder_that_was_trained_on_as_a_whole_is_not_measured_on_elsewhere() -> None:
+    go(small(unlabelled=True))
+    shutil.copytree("pictures", "../elsewhere/photos")
+    Path("../elsewhere/photos/a/00.png").rename("../elsewhere/photos/a/zz.png")
+    for data in ("../elsewhere/photos", "pictures"):
+        Path("pictures").rename("moved") if data == "pictures" else None
+        with pytest.raises(UserError, match="6 of 6 images for testing were trained on by run"):
+            evaluate("run", data="moved" if data == "pictures" else data, **QUICK)
+
+
+def test_training_images_are_not_measured_on_by_another_name() -> None:
+    for part in ("train", "test"):
+        pictures(f"parted/{part}", seed=len(part))
+    go(small("parted"))
+    with pytest.raises(UserError, match="of 6 images for testing were trained on by run"):
+        evaluate("run", data="parted/train", **QUICK)
+
+
+def test_a_few_images_that_are_in_both_parts_are_said() -> None:
+    for part in ("train", "test"):
+        pictures(f"parted/{part}", seed=len(part))
+    shutil.copy("parted/train/a/00.png", "parted/test/a/00.png")
+    go(small("parted"))
+    with pytest.warns(Notice, match="1 of 30 images for testing was trained on by run, which flatters every figure"):
+        evaluate("run", **QUICK)
+    Path("run", runs.TRAINED_ON).unlink()  # of an older run: nothing to go by
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Notice)
+        evaluate("run", **QUICK)
+
+
+def test_arrays_in_another_order_are_not_measured_on() -> None:
+    go(small("arrays.npz"))
+    order = np.random.default_rng(3).permutation(30)
+    np.savez("arrays.npz", images=colours(30)[order], labels=(np.arange(30) % 2)[order])
+    with pytest.raises(UserError, match="images for testing were trained on by run"):
+        evaluate("run", **QUICK)
 
 
 def test_arrays_that_have_changed_are_not_measured_on() -> None:

@@ -6,7 +6,11 @@ does both with nothing to store but the counter.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+NUMBERS = 1 << 53
+"""How many there are of what `digest` gives."""
 
 
 def _signed(value: int) -> int:
@@ -29,3 +33,11 @@ def uniform(seed: int, counter: Tensor) -> Tensor:
     z = _fold(z, 27) * _MIX_2
     z = _fold(z, 31)
     return ((z >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def digest(seed: int, words: Tensor) -> Tensor:
+    """int32 (n, w) -> int64 (n,) in [0, 2^53): a number for each row, the same for the same words in the same places,
+    otherwise as good as drawn at random. w below 2^20."""
+    place = torch.arange(words.shape[1], device=words.device)
+    mixed = (uniform(seed, (words.long() << 20) ^ place) * NUMBERS).long().sum(1)  # of whole numbers, which wraps
+    return (uniform(seed, mixed) * NUMBERS).long()

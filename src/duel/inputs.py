@@ -22,11 +22,12 @@ from .checkpoint import checkpoints
 from .config import TrainConfig
 from .config_checks import no_labels
 from .data.bias import class_weights, subset_ids
+from .data.digests import digests
 from .data.live import LiveStream
-from .data.sources import ArraySource, Source, Stats, load, statistics
+from .data.sources import NAMES, ArraySource, Source, Stats, load, statistics
 from .data.stream import Stream
 from .errors import Notice, UserError
-from .runs import CHECKPOINTS, STREAM, SUBSET, write_json
+from .runs import CHECKPOINTS, STREAM, SUBSET, TRAINED_ON, write_json
 
 if TYPE_CHECKING:
     from .instruments import Instruments
@@ -154,9 +155,12 @@ class Inputs:
         )
 
     def save(self, run: Path) -> None:
-        """Which items a fixed subset shows is part of the result."""
+        """Which items a fixed subset shows is part of the result, and what was trained on is not to be measured on."""
         if self.ids is not None:
             np.save(run / SUBSET, self.ids.cpu().numpy())
+        # a named set's test part is what it is; of others it may be made of anything
+        if self.train.name not in NAMES and (seen := digests(self.train, self.ids)) is not None:
+            np.save(run / TRAINED_ON, seen.numpy())
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from . import scores
 from .evaluation import memory as measures
 from .evaluation.geometry import class_cosines
 from .memory import WorkingMemory
-from .policies import AdaptiveDuel, Dedup, Distinct, Duel, MinRed, Oracle
+from .policies import AdaptiveDuel, Duel, MinRed, Oracle
 from .policies.simple import Ageless
 
 #: Above so many slots N is shown only where the policy carries it: counting it over all pairs takes a fifth of a second
@@ -162,12 +162,10 @@ class Instruments:
         return "lower --adaptive-target" if isinstance(policy, AdaptiveDuel) else "use a sharper --score"
 
     def _unchanged(self, found: dict[str, float]) -> str:
-        if found["memory_age_p10"] < self.patience or isinstance(self.memory.policy, Distinct):
-            return ""  # a sample of different items comes to rest once all have come
+        if found["memory_age_p10"] < self.patience or self._ageless:
+            return ""  # a sample of different items comes to rest, the more slowly it changes the longer it is
         sharper, refresh = self._sharper(), "raise --refresh, " * self.encoded
         advice = f"{refresh}{sharper} or set --max-age" if sharper else "set --max-age"
-        if isinstance(self.memory.policy, Dedup):
-            advice = "raise --alike"
         return (
             f"nine tenths of the memory have not changed for {found['memory_age_p10']:.0f} steps: newcomers are turned "
             f"away or replace each other. If the stream does bring anything new, {advice}"

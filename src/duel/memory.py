@@ -30,9 +30,8 @@ class WorkingMemory(Storage):
     Args:
         size: K, the number of slots.
         dim: d, of the embeddings.
-        policy: a name ("duel", "fifo", "reservoir", "random", "distinct", "dedup", "minred", "adaptive") or
-            a
-            `duel.policies.Policy`.
+        policy: a name ("duel", "fifo", "reservoir", "random", "distinct", "dedup", "minred", "adaptive")
+            or a `duel.policies.Policy`.
         payload: what each slot keeps besides its embedding, as {name: (shape, dtype)}; for instance
             {"image": ((3, 32, 32), torch.uint8), "id": ((), torch.int64)}.
         policy_dim: a second vector per slot, of this dimension, for the policy to compare instead of the embedding.

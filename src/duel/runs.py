@@ -37,13 +37,15 @@ from .names import LIVE
 
 CONFIG, META, METRICS, SUBSET, EVALUATION = "config.json", "run.json", "metrics.csv", "subset.npy", "evaluation.json"
 STREAM = "stream.json"
+#: Digests of the images that were trained on, where they were in memory and no named data set's.
+TRAINED_ON = "trained_on.npy"
 #: In run.json, of a run on a folder or a file: its place.
 DATA_AT = "data_at"
 MEMORY, EVALUATION_OF_OTHERS = "memory.csv", f"evaluation-*-{'[0-9a-f]' * 8}.json"
 COMMIT_VARIABLE = "DUEL_COMMIT"
 CHECKPOINTS, TENSORBOARD, FEATURES = "checkpoints", "tensorboard", "features"
 LOCK = ".in-use"
-_OURS = (CONFIG, META, METRICS, SUBSET, STREAM, MEMORY, EVALUATION, CHECKPOINTS, TENSORBOARD, FEATURES)
+_OURS = (CONFIG, META, METRICS, SUBSET, STREAM, TRAINED_ON, MEMORY, EVALUATION, CHECKPOINTS, TENSORBOARD, FEATURES)
 
 
 def check_out(config: TrainConfig, *, resume: bool = False, overwrite: bool = False) -> Path:

@@ -126,6 +126,8 @@ def again(names: Tensor, absent: Tensor) -> Tensor:
 
 def put(rows: Tensor, slots: Tensor, values: Tensor) -> Tensor:
     """A copy of rows with `values` in `slots` (-1: nowhere); where a slot is named twice the last one stays."""
+    if not len(slots):
+        return rows.clone()
     last = last_newcomer(slots, rows.shape[0])
     return torch.where((last >= 0)[:, None], values[last.clamp(min=0)], rows)
 

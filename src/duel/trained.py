@@ -11,17 +11,20 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from . import runs
 from .allocator import keep_freed_memory
 from .config import TrainConfig
+from .data.digests import digests
 from .data.folder import PREPARED
-from .data.sources import NAMES
+from .data.sources import NAMES, Source
 from .encoders import Encoder
 from .errors import Notice, UserError
 from .evaluation.settings import EvaluationSettings
-from .inputs import items_of, load_split
+from .inputs import files_of, items_of, load_split
 from .machine import resolve_device
 from .names import LIVE
 from .step import build_encoder
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from .evaluation.progress import ProgressLike
     from .export import Exported
 
+# Share of the images for testing that may have been trained on, as pictures that are in two places are.
+FEW = 0.1
 # Where there are no labels to measure with, the labelled data that belongs to it.
 _MEASURED_ON = {"stl10-unlabeled": "stl10"}
 
@@ -124,7 +129,8 @@ def evaluate(
                 "other labelled images with --data"
             )
         same = trained.items == items_of(sources[0], trained.config.data)
-        if own and not same:
+        known = trained.items is not None or bool(files_of(sources[0]))  # arrays have always been divided like this
+        if own and known and not same:
             raise UserError(
                 f"{where!r} has no test part of its own, and those of its images that would be kept for testing now "
                 f"may have been trained on: they are not the ones that were kept when {run} was trained, because files "
@@ -140,6 +146,7 @@ def evaluate(
             Notice,
             stacklevel=2,
         )
+    _refuse_trained_on(run, where, sources[1])
     for source in sources:
         if tuple(source.shape) != tuple(shape):
             raise UserError(
@@ -163,6 +170,22 @@ def evaluate(
     result["origin"] = runs.describe(on)
     evaluation.save(result, evaluation_file(run, data))
     return result
+
+
+def _refuse_trained_on(run: str | os.PathLike[str], where: str, test: Source) -> None:
+    """Says how many images for testing are such as the run was trained on, to the last bit, and refuses many."""
+    path = Path(run) / runs.TRAINED_ON
+    held = digests(test) if path.exists() else None
+    if held is None:
+        return
+    again = int(torch.isin(held, torch.from_numpy(np.load(path, allow_pickle=False))).sum())
+    found = (
+        f"{where}: {again:,} of {len(held):,} images for testing {'was' if again == 1 else 'were'} trained on by {run}"
+    )
+    if again > FEW * len(held):
+        raise UserError(f"{found}; measure on other labelled images with --data")
+    if again:
+        warnings.warn(f"{found}, which flatters every figure", Notice, stacklevel=3)
 
 
 def evaluation_file(run: str | os.PathLike[str], data: str | None = None) -> Path:

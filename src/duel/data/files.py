@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import warnings
@@ -62,24 +61,9 @@ def _listed(others: Counter[str]) -> str:
 def copies(paths: Iterable[Path]) -> list[list[Path]]:
     """Files that have the same bytes, two or more in a group, each group in the order of the paths.
 
-    Only files of one size and with the same ends are read whole, and once for the parts of a folder that are loaded
-    after each other. One that cannot be read is nobody's copy.
+    Only files of one size and with the same ends are read whole. One that cannot be read is nobody's copy.
     """
-    return [list(group) for group in _copies(tuple(map(_as_it_is, paths)))]
-
-
-def _as_it_is(path: Path) -> tuple[Path, int, int]:
-    """The file, its size and when it was changed, by which one that has become another is noticed."""
-    try:
-        found = path.stat()
-    except OSError:
-        return path, -1, -1
-    return path, found.st_size, found.st_mtime_ns
-
-
-@functools.lru_cache(maxsize=2)
-def _copies(files: tuple[tuple[Path, int, int], ...]) -> list[list[Path]]:
-    groups: list[list[Path]] = [[path for path, *_ in files]]
+    groups: list[list[Path]] = [list(paths)]
     for key in (lambda path: path.stat().st_size, _ends, _digest):
         groups = [alike for group in groups for alike in _alike(group, key) if len(alike) > 1]
     return groups
@@ -135,9 +119,10 @@ def part_of(folder: Path, split: Split) -> tuple[Path, Path | None]:
 def own_split(folder: Path, paths: list[Path], labels: Tensor) -> tuple[Tensor, Tensor]:
     """Ids of the training and of the test part of a folder that brings no split: of each class as `split_sizes` has it.
 
-    By the names of the files below the folder, so that one that is added moves hardly any other to the other part.
-    Files of a class that have the same bytes stay together: those that are too many for the test part are trained on,
-    unless a class would have none to test on. One whose files are all the same is trained on.
+    By the names of the files below the folder, so that one that is added moves hardly any other to the other part,
+    where no two are the same. Files of a class that have the same bytes stay together: those that are too many for the
+    test part are trained on, unless a class would have few to test on or none. One whose files are all the same is
+    trained on.
     """
     first = {path: group[0] for group in copies(paths) for path in group}
     keys = [hashlib.blake2b(os.fsencode(first.get(p, p).relative_to(folder))).digest() for p in paths]
@@ -147,12 +132,16 @@ def own_split(folder: Path, paths: list[Path], labels: Tensor) -> tuple[Tensor, 
         for i in (labels == kind).nonzero().flatten().tolist():
             groups.setdefault(keys[i], []).append(i)
         taken: list[int] = []
+        left: list[list[int]] = []
         for _, group in sorted(groups.items()):
-            if len(taken) + len(group) <= count:
-                taken += group
-        if not taken and count and len(groups) > 1:
-            taken = min(groups.values(), key=len)
-        is_test[torch.tensor(taken, dtype=torch.int64)] = True
+            fits = len(taken) + len(group) <= count
+            taken += group if fits else []
+            left += [] if fits else [group]
+        if len(left) > 1:  # and so there is something else to train on
+            least = min(left, key=len)
+            if (count and not taken) or len(taken) + len(least) - count < count - len(taken):
+                taken += least
+        is_test[torch.tensor(taken if left else [], dtype=torch.int64)] = True
     return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from duel.errors import UserError
-from duel.hashing import uniform
+from duel.hashing import NUMBERS, digest
 from duel.policies.base import takes_part
 from duel.policies.simple import Ageless
 from duel.replacement.units import exact_products, widened
@@ -17,8 +17,6 @@ from duel.slots import again, lowest_stay, put
 if TYPE_CHECKING:
     from duel.memory import WorkingMemory
 
-_LEVEL = 1 << 53
-"""Above every number that an item has of its own."""
 _ELEMENTS = 1 << 24
 """Of a block of cosines."""
 
@@ -28,9 +26,11 @@ class Dedup(Ageless):
 
     A newcomer is a copy if its cosine with an item that is held, or with an earlier newcomer of the same update, is
     `alike` or more. Items that are no copies come before copies; among equals a number stays or goes that every item
-    has of its own, a hash of its vector and `seed`, the lowest staying (bottom-k sampling: Cohen 1997). So how often
-    the very same vector comes does not matter, and it is held once. Copies fill what slots there are too few different
-    items for. Which items are copies is told when they come, and of the first ones when the memory becomes full.
+    has of its own, a hash of `seed` and its vector as it came, the lowest staying (bottom-k sampling: Cohen 1997). So
+    how often the very same vector comes does not matter, and it is held once; how often near-copies come does, since
+    each has a number of its own, and as long as none of them is held any may enter. Copies fill what slots there are
+    too few different items for. Which items are copies is told when they come, and of the first ones when the memory
+    becomes full.
 
     Args:
         alike: cosine of two that are copies, above 0 and at most 1.
@@ -67,8 +67,8 @@ class Dedup(Ageless):
         copies = torch.cat([self.copies, copy])
         absent = torch.zeros_like(copies)
         absent[size:] = ~takes_part(incoming)
-        rank = numbers + copies * _LEVEL
-        rank = torch.where(again(numbers, absent), 2 * _LEVEL, rank) + absent * (4 * _LEVEL)
+        rank = numbers + copies * NUMBERS
+        rank = torch.where(again(numbers, absent), 2 * NUMBERS, rank) + absent * (4 * NUMBERS)
         slots = lowest_stay(rank, size)
         both = put(torch.stack([self.numbers, self.copies.long()], 1), slots, torch.stack([numbers, copies], 1)[size:])
         self.numbers.copy_(both[:, 0])
@@ -76,11 +76,8 @@ class Dedup(Ageless):
         return slots
 
     def _numbers(self, rows: Tensor) -> Tensor:
-        """int64 (n,) in [0, 2^53): the same for the same vector, otherwise as good as drawn at random."""
-        bits = (widened(rows, torch.float32) + 0.0).view(torch.int32).long()  # + 0.0: -0.0 is 0.0
-        place = torch.arange(bits.shape[1], device=bits.device)
-        mixed = (uniform(self.seed, (bits << 20) ^ place) * _LEVEL).long().sum(1)  # of whole numbers, which wraps
-        return (uniform(self.seed, mixed) * _LEVEL).long()
+        """int64 (n,), of their vectors."""
+        return digest(self.seed, (widened(rows, torch.float32) + 0.0).view(torch.int32))  # + 0.0: -0.0 is 0.0
 
     def _alike_any(self, rows: Tensor, others: Tensor, *, earlier: bool = False) -> Tensor:
         """bool (n,): whether a row is like any of the others (m, d), or, of the same rows, like an earlier one."""
