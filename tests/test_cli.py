@@ -200,7 +200,8 @@ def test_flags_have_both_forms_whatever_the_recipe(capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     for shown in (
         "--graph, --no-graph", "--recipe {standard,paper,demo}", "--augment {standard,paper,digits,none}",
-        "--policy {duel,fifo,reservoir,random,distinct,dedup,minred,adaptive,", "oracle}|None", "--steps INT|None", "--resume ",
+        "--policy {duel,fifo,reservoir,random,distinct,dedup,minred,adaptive,", "oracle}|None",
+        "--steps INT|None", "--resume ",
     ):  # fmt: skip
         assert shown in text, shown
     assert parsed("--recipe", "demo", "--steps", "None").steps is None
