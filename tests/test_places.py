@@ -280,3 +280,13 @@ def test_files_are_listed_as_the_run_began(monkeypatch: pytest.MonkeyPatch) -> N
         listed = [row["file"] for row in csv.DictReader(file)]
     assert len(listed) == 16
     assert all(name.startswith("pictures/") for name in listed)
+
+
+@pytest.mark.parametrize("to", ["photos", "../elsewhere/pictures"])
+def test_files_of_a_folder_that_is_called_otherwise_are_listed_where_they_are(to: str) -> None:
+    started = str(Path("pictures").absolute())
+    go(small(started), until=0.0)
+    Path("pictures").rename(to)
+    go(small(to), resume=True)
+    with Path("run", runs.MEMORY).open() as file:
+        assert all(Path(row["file"]).is_file() for row in csv.DictReader(file))

@@ -105,8 +105,8 @@ class Inputs:
 
     @functools.cached_property
     def files(self) -> list[str]:
-        """Paths of the items, if they have any, as the run's config calls the folder."""
-        return files_of(self.train, self.known_as)
+        """Paths of the items, if any, as the run's config calls the folder, unless that is called otherwise now."""
+        return files_of(self.train, self.known_as if _called(self.train.name, self.known_as) else "")
 
     @property
     def labelled(self) -> bool:
@@ -254,6 +254,14 @@ def files_of(source: Source, known_as: str = "") -> list[str]:
 def _start(folder: str) -> str:
     """What the paths of its files begin with."""
     return "" if (path := Path(folder).expanduser()) == Path() else os.path.join(path, "")
+
+
+def _called(folder: str, name: str) -> bool:
+    """Whether a folder can be meant by this name from some directory."""
+    meant = Path(os.path.normpath(Path(name).expanduser()))
+    ending = [part for part in meant.parts if part not in (os.curdir, os.pardir)]
+    there = Path(folder).expanduser().absolute()
+    return not ending or list(there.parts[-len(ending) :]) == ending or there.resolve() == meant.resolve()
 
 
 def _tells_classes(source: Source) -> bool:

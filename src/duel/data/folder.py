@@ -169,23 +169,21 @@ def load(folder: Path, *, split: Split, image_size: int | None, residency: Resid
     known = training[2] or None if training else None
     paths, labels, classes = scan(part, known, tell=split == "train" or train is not None, labelled=labelled)
     size = image_size or _own_size(training[0] if training else paths)
-    resident = len(paths) * 3 * size**2 <= RESIDENT_BYTES if residency == "auto" else residency == "device"
-    images: Tensor | None = None
-    skipped: tuple[str, ...] = ()
     kept_apart = 0
-    if resident:
-        images, good, skipped = _decode_all(paths, size, str(folder))
-        paths, labels = [paths[i] for i in good.tolist()], None if labels is None else labels[good]
-        if labels is not None:
-            _check_classes(labels, classes, known, part)
-    if train is None:
-        divide = functools.partial(files.own_split, folder, paths)
-        ids = own_split(str(folder), labels, len(paths), split, divide)
+    if train is None:  # before any is decoded: whether a file can be read changes no other's part
+        ids = own_split(str(folder), labels, len(paths), split, functools.partial(files.own_split, folder, paths))
         kept_apart = len(paths) - len(ids)
         if labels is not None and split == "train":
             _tell_untested(str(folder), labels, ids, classes)
         paths, labels = [paths[i] for i in ids.tolist()], None if labels is None else labels[ids]
-        images = None if images is None else images[ids]
+    resident = len(paths) * 3 * size**2 <= RESIDENT_BYTES if residency == "auto" else residency == "device"
+    images: Tensor | None = None
+    skipped: tuple[str, ...] = ()
+    if resident:
+        images, good, skipped = _decode_all(paths, size, str(folder))
+        if labels is not None and (train is not None or split == "train"):  # what is kept for testing may lack some
+            _check_classes(labels, good, classes, part)
+        paths, labels = [paths[i] for i in good.tolist()], None if labels is None else labels[good]
     source: ArraySource | FolderSource
     if images is None:
         source = FolderSource(paths, labels, name=str(folder), classes=classes, image_size=size)
@@ -206,11 +204,11 @@ def _tell_untested(name: str, labels: Tensor, train: Tensor, classes: tuple[str,
         warnings.warn(f"{name}: {which} too few different files to keep any for testing", Notice, stacklevel=3)
 
 
-def _check_classes(labels: Tensor, classes: tuple[str, ...], known: tuple[str, ...] | None, part: Path) -> None:
-    counts = torch.bincount(labels, minlength=len(classes)).tolist()
-    empty = [c for c, n in zip(classes, counts, strict=True) if n == 0 and (known is None or (part / c).is_dir())]
-    if empty:
-        raise UserError(f"class {empty[0]!r} has no images: none of the files in {str(part / empty[0])!r} is readable")
+def _check_classes(labels: Tensor, good: Tensor, classes: tuple[str, ...], part: Path) -> None:
+    """That none of those with files is left without a readable one."""
+    if empty := sorted(set(labels.tolist()) - set(labels[good].tolist())):
+        name, of = classes[empty[0]], int((labels == empty[0]).sum())
+        raise UserError(f"class {name!r} has no images: of {of} taken from {str(part / name)!r} none is readable")
 
 
 def _decode_all(paths: list[Path], size: int, name: str) -> tuple[Tensor, Tensor, tuple[str, ...]]:
