@@ -178,6 +178,32 @@ def test_a_frame_is_shifted_down_and_to_the_right_edges_repeated() -> None:
     assert make(large, batch_size=2, dwell=2).order.shift == 3.0  # 1.5 at 32 pixels
 
 
+def test_small_images_are_shifted_by_fractions_of_a_pixel() -> None:
+    """Of digits, 8 x 8, whole pixels would be none at all, and frames would differ in brightness alone."""
+    one = torch.arange(64, dtype=torch.uint8).view(1, 1, 8, 8).expand(1, 3, 8, 8)  # a slope: 8 a row, 1 a column
+    show = stream_module.show
+    shifted = show(one, torch.tensor([[0.5, 0.0]]), torch.ones(1))
+    assert torch.equal(shifted[:, :, 1:].long(), one[:, :, 1:].long() - 4)
+    assert torch.equal(shifted[:, :, 0], one[:, :, 0])  # the edge is repeated
+    assert torch.equal(show(one, torch.tensor([[-0.25, 0.0]]), torch.ones(1))[:, :, :-1], one[:, :, :-1] + 2)
+    assert torch.equal(show(one, torch.tensor([[0.0, -1.0]]), torch.ones(1))[..., :-1], one[..., 1:])
+    images = torch.randint(60, 200, (40, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for whole in ([1, 0], [0, -1], [-2, 1]):
+        shift = torch.tensor([whole]).expand(40, 2)
+        assert torch.equal(show(images, shift.float(), torch.ones(40)), show(images, shift, torch.ones(40)))
+    moves = make(ArraySource(images), dwell=4).order.block(0).shift
+    assert moves is not None
+    later = moves.view(40, 4, 2)[:, 1:]
+    assert 0.3 < float(later.max()) <= 0.375  # 5 % of the side
+    assert -0.375 <= float(later.min()) < -0.3
+    assert (later != 0).all()
+    assert (moves.view(40, 4, 2)[:, 0] == 0).all()
+    larger = ArraySource(torch.zeros(40, 3, 16, 16, dtype=torch.uint8))
+    moves = make(larger, dwell=4).order.block(0).shift
+    assert moves is not None
+    assert set(moves.flatten().tolist()) == {-1, 0, 1}
+
+
 def test_batches_are_written_into_given_tensors() -> None:
     one, two = make(numbered()), make(numbered())
     out = torch.empty(8, 3, 8, 8, dtype=torch.uint8), torch.empty(8, dtype=torch.int64)

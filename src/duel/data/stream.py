@@ -27,13 +27,15 @@ from duel.errors import UserError
 DRAW_BLOCK = 65_536
 # Between frames of one item (dwell > 1): shifts in pixels for a 32-pixel image, larger in proportion; and brightness.
 DWELL_SHIFT, DWELL_GAIN = 1.5, 0.1
+#: From this side on images are shifted by whole pixels. Of smaller ones that would be none, or far more than is meant.
+WHOLE_PIXELS = 16
 
 
 class Frames(NamedTuple):
     """Which items a run of frames shows, and how each frame differs from the item."""
 
     ids: Tensor  # int64 (n,)
-    shift: Tensor | None  # int64 (n, 2): rows and columns, None without dwell
+    shift: Tensor | None  # rows and columns, int64 (n, 2) or of small images float32; None without dwell
     gain: Tensor | None  # float32 (n,)
 
     def slice(self, start: int, stop: int) -> Frames:
@@ -77,6 +79,7 @@ class Order:
         self.seed, self.dwell, self.dwell_spread = seed, dwell, dwell_spread
         self.ids = torch.arange(len(source)) if ids is None else ids
         self.shift = DWELL_SHIFT * max(source.shape[1:]) / 32
+        self.whole = max(source.shape[1:]) >= WHOLE_PIXELS
         self.draw: ClassDraw | None = None
         if weights is not None:
             labels = source.labels if source.labels is None or ids is None else source.labels[self.ids]
@@ -97,7 +100,8 @@ class Order:
         noise = torch.rand(n, 3, generator=generator).mul_(2).sub_(1)
         lengths = frames_each(len(items), self.dwell, self.dwell_spread, generator)
         noise[lengths.cumsum(0) - lengths] = 0  # the first frame is the item itself
-        shift = (noise[:, :2] * self.shift).round().long()
+        shift = noise[:, :2] * self.shift
+        shift = shift.round().long() if self.whole else shift
         return Frames(items.repeat_interleave(lengths), shift, 1 + DWELL_GAIN * noise[:, 2])
 
     def batches(
@@ -131,15 +135,33 @@ def frames_each(items: int, mean: int, spread: float, generator: torch.Generator
 
 
 def show(images: Tensor, shift: Tensor | None, gain: Tensor | None) -> Tensor:
-    """The frames: images uint8 (b, c, h, w) shifted by (b, 2) pixels, edges repeated, and brightened by gain (b,)."""
+    """The frames: images uint8 (b, c, h, w) shifted by (b, 2) pixels, edges repeated, and brightened by gain (b,).
+
+    A shift that is no whole number lies between those beside it.
+    """
     if shift is None or gain is None:
         return images
+    if shift.is_floating_point():
+        below = shift.floor().long()
+        down, right = (shift - below).view(-1, 2, 1, 1, 1).unbind(1)
+        rows, columns = below.unbind(1)
+        upper, lower = (
+            _moved(images, at, columns).float().lerp(_moved(images, at, columns + 1).float(), right)
+            for at in (rows, rows + 1)
+        )
+        moved = upper.lerp(lower, down)
+    else:
+        moved = _moved(images, *shift.unbind(1))
+    return (moved * gain.view(-1, 1, 1, 1)).round_().clamp_(0, 255).to(torch.uint8)
+
+
+def _moved(images: Tensor, down: Tensor, right: Tensor) -> Tensor:
+    """By whole pixels, int64 (b,) each."""
     b, c, h, w = images.shape
-    rows = (torch.arange(h, device=images.device) - shift[:, :1]).clamp_(0, h - 1)
-    columns = (torch.arange(w, device=images.device) - shift[:, 1:]).clamp_(0, w - 1)
+    rows = (torch.arange(h, device=images.device) - down.unsqueeze(1)).clamp_(0, h - 1)
+    columns = (torch.arange(w, device=images.device) - right.unsqueeze(1)).clamp_(0, w - 1)
     where = (rows.unsqueeze(2) * w + columns.unsqueeze(1)).view(b, 1, h * w).expand(b, c, h * w)
-    moved = images.flatten(2).gather(2, where).view(b, c, h, w)
-    return (moved * gain.view(b, 1, 1, 1)).round_().clamp_(0, 255).to(torch.uint8)
+    return images.flatten(2).gather(2, where).view(b, c, h, w)
 
 
 class _Reader(Dataset[tuple[Tensor, Tensor, dict[int, str]]]):
@@ -191,7 +213,8 @@ class Stream:
     ids: only these items (subset mode). weights: class weights (C,): independent draws (draw mode). Without weights
     the stream goes through all items in a new random order each epoch; a batch may hold the end of one and the start
     of the next. dwell: each item is shown as this many consecutive frames, the first as it is, the others shifted by
-    up to 5 % of the side and brightened or darkened by up to 10 %; with a dwell_spread above 0 as so many on average,
+    up to 5 % of the side (to the next pixel; images of a side below 16 by fractions of one) and brightened or darkened
+    by up to 10 %; with a dwell_spread above 0 as so many on average,
     a few items for very long (`frames_each`). workers: decoding processes, where the source is
     not resident (None: one per core, at most 8, for folders; 0 for arrays).
     """
