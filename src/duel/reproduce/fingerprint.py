@@ -28,8 +28,6 @@ def fingerprint(config: TrainConfig) -> str:
     values = {name: value for name, value in config.identity().items() if name not in idle}
     if config.has_memory:
         values |= {"method": config.base_method, "policy": config.memory_policy}  # d-moco is moco with policy duel
-    if config.dwell > 1 and config.data == "digits" and config.image_size is None:
-        values["shift"] = "fractions"  # before there were such, frames of so small images differed in brightness alone
     whole = {k: float(v) if type(v) is int else v for k, v in values.items()}  # 27 and 27.0 are one bias
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:10]
 
