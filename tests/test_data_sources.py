@@ -177,6 +177,17 @@ def test_npz_with_its_own_split_and_without(tmp_path: Path) -> None:
     assert len(joined) == 50
 
 
+@pytest.mark.parametrize("missing", ["train", "test"])
+def test_the_last_class_may_be_missing_in_one_part_of_an_npz(missing: str, tmp_path: Path) -> None:
+    x = np.zeros((12, 8, 8, 3), dtype=np.uint8)
+    y = {"train": np.arange(12) % 3, "test": np.arange(12) % 3}
+    y[missing] = np.arange(12) % 2
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y["train"], x_test=x, y_test=y["test"])
+    train, test = (load(str(tmp_path / "own.npz"), split=split) for split in ("train", "test"))
+    assert train.classes == test.classes == ("0", "1", "2")
+    assert load(str(tmp_path / "own.npz"), labelled=False).classes == ()
+
+
 def test_npy_is_mapped_and_all_training_data(tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 256, (9, 3, 8, 8), dtype=np.uint8)
     np.save(tmp_path / "x.npy", x)

@@ -76,6 +76,9 @@ def test_small_stem_keeps_the_resolution_of_the_first_stage() -> None:
         ("resnet18_small", "small", 32, "resnet18_small", {}),
         ("convnext_atto", "auto", 32, "convnext_atto", {}),
         ("vit_tiny_patch16_224", "auto", 32, "vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4}),
+        ("vit_tiny_patch16_224", "auto", 28, "vit_tiny_patch16_224", {"img_size": 28, "patch_size": 4}),
+        ("vit_tiny_patch16_224", "auto", 44, "vit_tiny_patch16_224", {"img_size": 44, "patch_size": 4}),
+        ("vit_tiny_patch16_224", "auto", 8, "vit_tiny_patch16_224", {"img_size": 8, "patch_size": 1}),
         ("vit_tiny_patch16_224", "full", 32, "vit_tiny_patch16_224", {"img_size": 32}),
         ("vit_tiny_patch16_224", "auto", 224, "vit_tiny_patch16_224", {"img_size": 224}),
         ("convnet", "auto", 8, "duel_convnet", {}),
@@ -83,6 +86,18 @@ def test_small_stem_keeps_the_resolution_of_the_first_stage() -> None:
 )
 def test_resolve(name: str, stem: Any, size: int, wanted: str, extra: dict[str, int]) -> None:
     assert resolve(name, stem=stem, image_size=size) == (wanted, {"num_classes": 0, "in_chans": 3, **extra})
+
+
+@pytest.mark.parametrize("side", [12, 28, 44, 60])
+def test_a_vit_sees_the_whole_of_a_small_image(side: int) -> None:
+    image = torch.rand(1, 3, side, side, requires_grad=True)
+    backbone("vit_tiny_patch16_224", image_size=side).eval()(image)[0, 0].backward()
+    assert (image.grad != 0).any(1).all()
+
+
+def test_a_network_of_timm_that_is_called_small_is_none_of_ours() -> None:
+    with pytest.raises(UserError, match="stem='small' is not known for backbone 'mnasnet_small'"):
+        resolve("mnasnet_small", stem="small", image_size=32)
 
 
 def test_pretrained_weights_keep_the_full_stem() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from duel.errors import UserError
 from duel.evaluation import EvaluationSettings, class_cosines, class_table, evaluate, online_measures, save, table
+from duel.evaluation.features import balanced_ids
 from duel.evaluation.knn import topk, weighted_knn
 from duel.evaluation.probe import linear_probe
 
@@ -217,6 +218,25 @@ def test_online_measures_are_those_of_the_encoder_as_it_is(sources):
     assert (
         0.25 < online_measures(encoder, *sources, train_images=40, test_images=20, settings=QUICK, **STATS)["knn"] <= 1
     )
+
+
+def test_online_cosines_are_of_different_images(sources):
+    """Of a class with few images, which are repeated until it has its share, an image is not compared with itself."""
+    test = Blobs(90, 2)
+    few = torch.cat([torch.arange(0, 88, 4), torch.tensor([1, 2, 3, 5, 6, 7])])  # 22 of one class, 2 of the others
+    test.data, test.labels = test.data[few], test.labels[few]
+    encoder = Encoder()
+    found = online_measures(encoder, sources[0], test, settings=QUICK, **STATS)
+    with torch.no_grad():
+        x = encoder.eval().features((test.data.float() / 255 - 0.5) / 0.25)
+    shown = balanced_ids(test.labels, 2000, seed=QUICK.seed)
+    assert len(shown) == 28
+    once = shown.unique()
+    assert len(once) == 13  # 7 of the one, 2 of each other
+    wanted, with_itself = (class_cosines(x[ids], test.labels[ids]) for ids in (once, shown))
+    assert found["intra_class_cosine"] == pytest.approx(wanted[0], abs=1e-5)
+    assert found["inter_class_cosine"] == pytest.approx(wanted[1], abs=1e-5)
+    assert wanted[0] < with_itself[0] - 0.05
 
 
 def test_tables_show_per_cent(result):

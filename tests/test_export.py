@@ -26,6 +26,14 @@ def trained(name: str = "convnet", size: int = 8) -> Encoder:
     return net
 
 
+@pytest.mark.parametrize("name", ["mnasnet_small", "resnet18"])
+def test_the_line_that_is_printed_loads_the_file(name: str, tmp_path: Path) -> None:
+    done = export(trained(name, 32), tmp_path / "b.safetensors")
+    *imports, line = done.load.split("; ")
+    assert imports == ["import duel.encoders, timm" if name == "resnet18" else "import timm"]
+    assert eval(line, {"timm": timm})(torch.randn(2, 3, 32, 32)).shape[1] > 100
+
+
 def test_a_small_stem_loads_by_name_alone(tmp_path: Path) -> None:
     net = trained("resnet18", 16).to(memory_format=torch.channels_last)
     done = export(net, tmp_path / "b.safetensors", metadata={"mean": "0.5"})

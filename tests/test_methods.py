@@ -442,10 +442,18 @@ def test_both_views_in_one_pass_where_nothing_mixes_images() -> None:
     assert SimCLR(net()).joint
     assert not SimSiam(net()).joint
     assert SimSiam(net(), joint=True).joint
-    vit = encoder("vit_tiny_patch16_224", image_size=8, dim=DIM)
-    method = SimSiam(vit)
-    assert method.joint
-    assert method.eval()(*views(2)).loss.isfinite()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_encoder_without_batchnorm_takes_both_views_at_once_and_its_predictor_each_by_itself(asked: bool) -> None:
+    method = SimSiam(encoder("vit_tiny_patch16_224", image_size=8, dim=DIM), joint=asked)
+    seen: dict[str, list[int]] = {"backbone": [], "predictor": []}
+    method.encoder.backbone.register_forward_hook(lambda _, given, __: seen["backbone"].append(len(given[0])))
+    norms = [part for part in method.predictor.modules() if isinstance(part, torch.nn.BatchNorm1d)]
+    assert norms
+    norms[0].register_forward_hook(lambda _, given, __: seen["predictor"].append(len(given[0])))
+    assert method(*views(2)).loss.isfinite()
+    assert seen == {"backbone": [4], "predictor": [4] if asked else [2, 2]}
 
 
 # Capture -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Importing this module registers with timm the variants it adds (`resnet18_small`
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable
 from typing import Any, Literal, cast
@@ -27,8 +28,10 @@ Norm = Literal["none", "hidden", "all"]
 
 SMALL_IMAGE = 64  # pixels; up to this side `stem="auto"` means the small stem
 _SMALL_STEMS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnext50_32x4d", "wide_resnet50_2")
+OURS = ("duel_convnet", *(f"{base}_small" for base in _SMALL_STEMS))
+"""Names that timm knows once this module is imported."""
 _ALIASES = {"convnet": "duel_convnet"}
-_TOKENS_PER_SIDE = 8  # a small-stem ViT cuts an image into 8 x 8 patches: 4 pixels each at 32 x 32
+_TOKENS_PER_SIDE = 8  # a small-stem ViT cuts an image into about 8 x 8 patches: 4 pixels each at 32 x 32
 
 
 class ConvNet(nn.Module):
@@ -100,8 +103,8 @@ def resolve(
 ) -> tuple[str, dict[str, Any]]:
     """What to ask of timm: `timm.create_model(name, **arguments)` builds the backbone.
 
-    `stem="small"` means `<name>_small` for a ResNet and 8x8 patches for a ViT; "auto" takes it for images of up to
-    64 pixels where there is one, unless pretrained weights, which belong to the full stem, are wanted.
+    `stem="small"` means `<name>_small` for a ResNet and about 8x8 patches for a ViT; "auto" takes it for images of up
+    to 64 pixels where there is one, unless pretrained weights, which belong to the full stem, are wanted.
     """
     if stem not in ("auto", "small", "full"):
         raise UserError(f"stem must be 'auto', 'small' or 'full', got {stem!r}")
@@ -118,13 +121,20 @@ def resolve(
     if name in _SMALL_STEMS and small:
         name = f"{name}_small"
     elif small and "img_size" in arguments and re.search(r"patch\d+", name) and "window" not in name:
-        arguments["patch_size"] = max(1, image_size // _TOKENS_PER_SIDE)
-    elif stem == "small" and not name.endswith("_small"):
+        arguments["patch_size"] = _patch(image_size)
+    elif stem == "small" and name not in OURS:
         raise UserError(
             f"stem='small' is not known for backbone {name!r}; it is for {', '.join(_SMALL_STEMS)} and ViTs. "
             "Use stem='full' or 'auto'."
         )
     return name, arguments
+
+
+def _patch(side: int) -> int:
+    """The size of patches that cover a side to the last pixel, as near as there is to an eighth of it."""
+    wanted = side / _TOKENS_PER_SIDE
+    divisors = [size for size in range(1, side + 1) if side % size == 0]
+    return min(divisors, key=lambda size: abs(math.log(size / wanted)))
 
 
 def _unknown_backbone(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .encoders import Encoder
+from .encoders import OURS, Encoder
 from .errors import UserError, writing
 
 Format = Literal["safetensors", "onnx"]
@@ -137,7 +137,7 @@ def _difference(original: Callable[[Tensor], Tensor], copy: Callable[[Tensor], T
 def _load_line(encoder: Encoder, path: Path, kind: str) -> str:
     if kind == "onnx":
         return f"onnxruntime.InferenceSession({str(path)!r})"
-    ours = encoder.timm_name.endswith("_small") or encoder.timm_name.startswith("duel_")
+    ours = encoder.timm_name in OURS
     defaults = {"in_chans": 3, **({"num_classes": 0} if ours else {})}
     given = {k: v for k, v in encoder.timm_arguments.items() if k not in defaults or defaults[k] != v}
     arguments = "".join(f", {k}={v!r}" for k, v in given.items())

@@ -123,7 +123,8 @@ def _debiased_loss(positive: Tensor, others: Tensor, temperature: float | Tensor
     """
     count = (others > NEVER).sum(dim=1)
     total = torch.logsumexp(others, dim=1)
-    removed = (positive + (chance * count).log() - total).exp()  # as a share of the total
+    # as a share of the total; of more than all of it nothing is left either
+    removed = (positive + (chance * count).log() - total).clamp(max=0.0).exp()
     left = 1 - removed
     estimate = total + left.clamp(min=torch.finfo(left.dtype).tiny).log() - math.log1p(-chance)
     least = count.log() - 1 / temperature

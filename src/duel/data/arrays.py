@@ -95,6 +95,7 @@ def load(
     """A .npy of images, or a .npz with images and perhaps labels, perhaps one pair for each split."""
     name = str(path)
     has_test, kept_apart = False, 0
+    classes: tuple[str, ...] = ()
     try:
         if path.suffix == ".npy":
             # Mapped, copy on write: a file larger than memory can be streamed.
@@ -102,12 +103,13 @@ def load(
         else:
             with np.load(path, allow_pickle=False) as archive:
                 images, labels, has_split = _members(archive, split, name)
+                classes = _classes(archive, name) if has_split and labelled else ()
                 has_test = any(_find(archive, IMAGE_KEYS, part) for part in TEST_PARTS)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{name} cannot be read as a NumPy file of plain arrays: {error}") from error
-    source = from_arrays(images, labels if labelled else None, name=name)
+    source = from_arrays(images, labels if labelled else None, name=name, classes=() if labels is None else classes)
     if not has_split:
         ids = own_split(name, source.labels, len(source), split)
         kept_apart = len(source) - len(ids)
@@ -116,6 +118,13 @@ def load(
     source = finish(source, image_size, residency)
     source.has_test, source.kept_apart = has_test, kept_apart
     return source
+
+
+def _classes(arrays: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Of all parts together: the last ones may be missing in one of them."""
+    found = (_find(arrays, LABEL_KEYS, part) for part in ("train", *TEST_PARTS))
+    labels = [part for key in found if key and (part := _labels(arrays[key], name)) is not None and len(part)]
+    return tuple(str(c) for c in range(max((int(part.max()) for part in labels), default=-1) + 1))
 
 
 def _find(arrays: Mapping[str, Any], keys: tuple[str, ...], part: str) -> str | None:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -247,11 +248,13 @@ def online_measures(
             features = extract(
                 encode, source, ids=ids, batch_size=settings.batch_size, device=on, workers=settings.workers
             )
-            sides.append((features, labels.cpu()[ids]))
-    (bank, bank_labels), (queries, labels) = sides
+            sides.append((features, labels.cpu()[ids], ids))
+    (bank, bank_labels, _), (queries, labels, shown) = sides
     found = nearest(queries, bank, min(settings.neighbours, len(bank)))
     rate = weighted_knn_of(found, labels, bank_labels, temperature=settings.temperature, classes=classes)
-    intra, inter = class_cosines(queries, labels)
+    _, where = np.unique(shown.numpy(), return_index=True)  # of a small class an image may be there several times
+    once = torch.from_numpy(where).sort().values
+    intra, inter = class_cosines(queries[once.to(queries.device)], labels[once])
     return {"knn": rate["accuracy"], "intra_class_cosine": intra, "inter_class_cosine": inter}
 
 

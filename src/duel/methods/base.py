@@ -66,8 +66,9 @@ class Method(nn.Module, ABC):
         super().__init__()
         self.encoder = encoder
         self.memory = memory
-        # Two views may share one forward pass if nothing mixes the images of a batch.
-        self.joint = joint or not _has_batchnorm(encoder)
+        self.joint = joint
+        # two views may share one forward pass if nothing mixes the images of a batch
+        self._mixes = _has_batchnorm(encoder)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "memory":
@@ -121,7 +122,8 @@ class Method(nn.Module, ABC):
         ]
 
     def _both(self, network: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """`network` of both views: in one pass if `joint`, otherwise each with BatchNorm statistics of its own."""
+        """`network`, with BatchNorm where it is no encoder, of both views: in one pass if `joint`, otherwise each with
+        statistics of its own."""
         if isinstance(network, Encoder):
             one, two = (both.projections for both in self._encode_both(network, first, second))
         elif self.joint:
@@ -134,7 +136,7 @@ class Method(nn.Module, ABC):
         self, encoder: Encoder, first: Tensor, second: Tensor, *, joint: bool = False
     ) -> tuple[Encoded, Encoded]:
         """The same for an encoder, both of its ends."""
-        if joint or self.joint:
+        if joint or self.joint or not self._mixes:
             (z1, z2), (f1, f2) = (part.chunk(2) for part in encode(encoder, torch.cat([first, second])))
             return Encoded(z1, f1), Encoded(z2, f2)
         f1, f2 = encoder.features_of_each(first, second)
