@@ -663,7 +663,7 @@ def fake(config: TrainConfig, /, folder: Path = Path("results"), **values: objec
         f"fake-{fingerprint(config)}",
         {
             "row": "simclr", "scale": "short", "seed": config.seed, "config": config.identity(),
-            "evaluation": {"probe": float("nan")}, "hardware": {}, "metrics": {"step": []},
+            "evaluation": {"probe": float("nan")}, "hardware": {}, "versions": {}, "metrics": {"step": []},
             "budget": {"steps": 100, "seconds": 20.0, "jobs": 2, "evaluation_seconds": 4.0}, **values,
         },
     )  # fmt: skip
@@ -759,9 +759,20 @@ def test_a_damaged_or_foreign_result_is_named() -> None:
     record.path.write_text("{")
     with pytest.raises(UserError, match=re.escape(record.path.name)):
         store.load([Path("results")])
+    for changes in (
+        {"budget": {"steps": 100, "seconds": 20.0}},
+        {"evaluation": {"probe": "good"}},
+        {"evaluation": None},
+        {"metrics": {}},
+        {"hardware": None},
+    ):
+        with pytest.raises(UserError, match=rf"{record.path.name} cannot be read as a run's result"):
+            fake(TrainConfig(), **changes)
+    failed = fake(TrainConfig(), failed="diverged at step 3", evaluation=None, budget=None)
+    assert failed.failed == "diverged at step 3"
 
 
-def test_the_estimate_comes_from_the_nearest_finished_runs() -> None:
+def test_the_estimate_comes_from_the_nearest_finished_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(steps=1000)
     near = fake(config)
     far = fake(
@@ -769,14 +780,18 @@ def test_the_estimate_comes_from_the_nearest_finished_runs() -> None:
         budget={"steps": 100, "seconds": 60.0, "jobs": 3, "share": 0.5, "evaluation_seconds": 4.0},
         hardware={"gpu": "G"},
     )
-    here = 20 / 2 * 10 + 4 / 2
+    here = 20 * 10 + 4
     assert seconds_of(config, [near, far]) == Estimate(pytest.approx(here), None)
     assert seconds_of(config, [near], "another") == Estimate(pytest.approx(here), None)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)  # each process has a core of its own
+    for jobs, at_once in ((2, 2), (6, 4)):
+        assert seconds_of(config, [near], jobs=jobs) == Estimate(pytest.approx(here / at_once), None)
+        assert seconds_of(config, [far], jobs=jobs) == seconds_of(config, [far])  # a GPU, as it was shared then
     assert seconds_of(config, [far]) == Estimate(pytest.approx(60 * 0.5 * 10 / 2 + 2), "G")  # half as many images
     assert seconds_of(TrainConfig(steps=100, backbone="resnet50"), [near, far]) is None
     byol = TrainConfig(steps=100, method="byol")
     assert seconds_of(byol, [near, dataclasses.replace(far, values={**far.values, "hardware": {}})]) == Estimate(
-        pytest.approx(60 * 0.5 + 2), None
+        pytest.approx(60 + 4), None
     )
 
 

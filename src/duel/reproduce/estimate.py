@@ -3,6 +3,7 @@ text."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +40,16 @@ class Estimate:
     """Of the runs that it comes from: a GPU's name, or None for a CPU."""
 
 
-def seconds_of(config: TrainConfig, records: Iterable[Record], hardware: str | None = None) -> Estimate | None:
+def seconds_of(
+    config: TrainConfig, records: Iterable[Record], hardware: str | None = None, *, jobs: int = 1
+) -> Estimate | None:
     """From runs on this hardware (a GPU's name, or None for a CPU); where there are none, on others. None where nothing
-    like it has run."""
+    like it has run. jobs: how many will run at a time."""
+    side_by_side = min(jobs, os.cpu_count() or 1)
     fitting = [r for r in records if all(getattr(r.config, name) == getattr(config, name) for name in _SIZE)]
     others = sorted({str(gpu) for r in fitting if (gpu := _hardware(r)) is not None} - {hardware})
     for where in dict.fromkeys([hardware, *others, None]):
-        found = _from([r for r in fitting if _hardware(r) == where], config)
+        found = _from([r for r in fitting if _hardware(r) == where], config, side_by_side)
         if found is not None:
             return Estimate(found, where)
     return None
@@ -56,7 +60,7 @@ def _hardware(record: Record) -> str | None:
     return name
 
 
-def _from(records: Sequence[Record], config: TrainConfig) -> float | None:
+def _from(records: Sequence[Record], config: TrainConfig, side_by_side: int) -> float | None:
     if not records:
         return None
     for names in _ALIKE:
@@ -67,13 +71,14 @@ def _from(records: Sequence[Record], config: TrainConfig) -> float | None:
         images = images_per_step(config)
         least = min(abs(images_per_step(r.config) - images) for r in records)
         near = [r for r in records if abs(images_per_step(r.config) - images) == least]
-    return sum(_scaled(r, config) for r in near) / len(near)
+    return sum(_scaled(r, config, side_by_side) for r in near) / len(near)
 
 
-def _scaled(record: Record, config: TrainConfig) -> float:
+def _scaled(record: Record, config: TrainConfig, side_by_side: int) -> float:
     """Training takes as long as images are encoded."""
     budget: Mapping[str, Any] = record.values["budget"]
-    share = budget.get("share", 1 / budget["jobs"])  # processes that share a device take turns
+    # processes that share a GPU take turns; those on a CPU have its cores, and hardly slow each other down
+    share = budget.get("share", 1 / budget["jobs"]) if _hardware(record) else 1 / side_by_side
     work = (config.steps or 0) * images_per_step(config) / (budget["steps"] * images_per_step(record.config))
     return float(share * (budget["seconds"] * work + budget["evaluation_seconds"]))
 
@@ -88,7 +93,7 @@ def plan_lines(
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     finished = [record for record in ended.values() if record.failed is None]
     times = {
-        p.hash: seconds_of(p.config, finished, gpu) or seconds_of(p.config, steps, gpu)
+        p.hash: seconds_of(p.config, finished, gpu, jobs=jobs) or seconds_of(p.config, steps, gpu, jobs=jobs)
         for p in plan
         if p.hash not in ended
     }

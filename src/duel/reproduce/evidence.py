@@ -121,10 +121,10 @@ class Evidence:
     def gain(self, row: str, data: Data, measure: str) -> Summary | None:
         return summary(list(self.gains(row, data, measure).values()))
 
-    def gap(self, row: str, data: Data, measure: str) -> Recovered | None:
-        """Share of the plain row's loss against balanced data that the row makes good; of a row that is trained for
-        longer, of the plain row's that is too."""
-        plain = ROWS[row].baseline
+    def gap(self, row: str, data: Data, measure: str, plain: str | None = None) -> Recovered | None:
+        """Share of the plain row's loss against balanced data that the row makes good. plain: by default that of as
+        many steps; of a row that is trained for longer the one that is, too."""
+        plain = plain or ROWS[row].baseline
         if data == BALANCED or row == plain:
             return None
         return gap_recovered(

@@ -27,15 +27,17 @@ compares this page with what the results give. What a step costs is in [performa
 ## Summary
 
 What the theory gives when it is run, and what the runs say at each scale: – not yet measured, or only by measures in
-which training gives no more than the images by themselves; \\* measured in part or with few seeds. The conditions and
-the evidence are below."""
+which training gives no more than the images by themselves; \\* measured in part or with fewer than three seeds; not
+clear: no difference is, in either direction. "Not below" asks for less than "above": it holds, too, where nothing is
+clear. The conditions and the evidence are below."""
 WORDS = """## How to read this
 
 Rates in per cent, mean ± standard deviation over seeds (number of seeds). A difference is paired by seed, and clear when
-zero is outside the 95 % interval of its mean (Student's t). At scale `short` the seeds that our settings were chosen on are
-in the table of the tuning, and nowhere else; at scale `digits` some settings of D-MoCo were chosen on seeds 0 to 2, which
-are among those shown. The paper's figures are for its own recipe (scale `paper`) and CIFAR-10;
-its Top-k does not say where neighbours come from.
+zero is outside the 95 % interval of its mean (Student's t). That is over seeds: the images for testing are the same for all
+(of digits 500), and what others would give is not in the interval. At scale `short` the seeds that our settings were chosen
+on are in the table of the tuning, and nowhere else; at scale `digits` some settings of D-MoCo were chosen on seeds 0 to 2,
+which are among those shown. The paper's figures are for its own recipe (scale `paper`) and CIFAR-10; its Top-k does not say
+where neighbours come from.
 
 | word | meaning |
 | --- | --- |

@@ -53,7 +53,7 @@ class Row:
 
     @property
     def baseline(self) -> str:
-        """The plain row at its cost, which gaps are measured from."""
+        """The plain row for as many steps, or for as long if it is trained for longer, which gaps are measured from."""
         return self.plain if self.as_many_as is None else longer(self.plain)
 
     def config(self, recipe: str, data: str) -> TrainConfig:

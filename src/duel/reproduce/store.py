@@ -152,6 +152,8 @@ def pixels(folders: Iterable[Path], images: str) -> Mapping[str, Any] | None:
         if path.exists():
             with _readable(path, "an evaluation of raw images"):
                 found = dict(json.loads(path.read_text(encoding="utf-8"))["evaluation"])
+                _check_rates(found)
+                dict(found["protocol"]["settings"])
     return found
 
 
@@ -192,7 +194,25 @@ def read(path: Path) -> Record:
         if schema != SCHEMA:
             raise UserError(f"{path} has schema {schema!r}, this version reads {SCHEMA}; move it away")
         config = TrainConfig.from_dict(values["config"])
+        _check(values)
     return Record(path, values, config, fingerprint(config))
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    """Raises where a result lacks what is read of every one."""
+    str(values["row"]), str(values["scale"])
+    if values.get("failed") is None:
+        _check_rates(values["evaluation"])
+        for name in ("steps", "seconds", "evaluation_seconds"):
+            float(values["budget"][name])
+        list(values["metrics"]["step"]), dict(values["hardware"]), dict(values["versions"])
+
+
+def _check_rates(evaluation: Mapping[str, Any]) -> None:
+    """Raises where what should be a number is none."""
+    for name, value in evaluation.items():
+        if name.startswith(("probe", "knn", "top", "few_shot")) and value is not None:
+            float(value)
 
 
 def write(folder: Path, name: str, values: Mapping[str, Any]) -> Path:

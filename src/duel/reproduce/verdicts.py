@@ -17,12 +17,15 @@ Outcome = Literal[
     "holds so far",
     "holds only when",
     "holds except when",
+    "not clear",
     "does not hold",
     "not comparable",
     "not yet measured",
 ]
 SEEDS = 5
 """That our own goals ask for."""
+FEW = 3
+"""Fewer seeds than these are told of by a star."""
 NEAR = 0.5
 """Points that a mean may be below another without being called below it, where that is not clear."""
 
@@ -86,8 +89,8 @@ def weigh(
     above: clearly positive, and `at_least` so large in the mean. not below: none clearly negative, nor by more than
     NEAR in the mean. beyond the spread: clearly positive, and by more than their own standard deviation, or `spread`
     for one seed. apart: clearly not zero. One seed cannot be clear: its sign counts (NEAR, for not below), and
-    the verdict names it; where nothing could be said against the claim then, it is shown and not judged by.
-    every: see `conclude`.
+    the verdict names it; where nothing could be said against the claim then, it is shown and not judged by. Where
+    nothing is clear in either direction, that is the outcome. every: see `conclude`.
     """
 
     def passes(d: Summary) -> bool:
@@ -109,9 +112,7 @@ def weigh(
         found = dataclasses.replace(found, evidence="; ".join([found.evidence, *aside]))
     below = any(d is not None and beyond_zero(d, -1) for d in judged.values())
     unclear = not below and not at_least and not every and wanted != "beyond the spread"
-    if found.outcome == "does not hold" and unclear:
-        return dataclasses.replace(found, note=": no difference is clear" + found.note)
-    return found
+    return dataclasses.replace(found, outcome="not clear") if found.outcome == "does not hold" and unclear else found
 
 
 def conclude(
@@ -134,7 +135,8 @@ def conclude(
     good = [when for when, value in measured.items() if passes(value)]
     bad = [when for when in measured if when not in good]
     missing = [when for when in found if when not in measured]
-    outcome: Outcome = "does not hold" if not good else "holds so far" if missing else "holds"
+    seeds = [value.n for value in measured.values()]
+    outcome: Outcome = "does not hold" if not good else "holds so far" if missing or max(seeds) == 1 else "holds"
     note = ""
     if good and bad and every:
         outcome, note = "does not hold", f" against {_listed(bad)}"
@@ -143,7 +145,6 @@ def conclude(
         note = f" {_listed(bad if len(good) > len(bad) else good)}"
     if missing:
         note += f" (nothing to judge by: {_listed(missing)})"
-    seeds = [value.n for value in measured.values()]
     alone = [when for when, value in measured.items() if value.n == 1]
     if max(seeds) == 1:
         note += "; one seed only"
@@ -153,7 +154,7 @@ def conclude(
         note += f"; fewer than {enough} seeds"
     evidence = "; ".join(f"{when} {show(value)}" for when, value in measured.items())
     return Verdict(
-        outcome, evidence, note, bool(missing) or min(seeds) < max(enough, 2), passed=(len(good), len(measured))
+        outcome, evidence, note, bool(missing) or min(seeds) < max(enough, FEW), passed=(len(good), len(measured))
     )
 
 
@@ -179,9 +180,11 @@ def recovers(
     *,
     low: float | None = None,
     measures: Mapping[str, str] = BOTH,
+    plain: str | None = None,
 ) -> Callable[[Evidence], Verdict]:
     """Whether these rows (label -> row) make good so large a share of these gaps (word -> measure) at the largest bias,
-    where these are clear; low: the least that the lower end of the interval may be."""
+    where these are clear; low: the least that the lower end of the interval may be. plain: the row that the gap is of,
+    if not each row's own (`Evidence.gap`)."""
 
     def passes(gap: Recovered) -> bool:
         return (
@@ -190,7 +193,7 @@ def recovers(
 
     def judge(evidence: Evidence) -> Verdict:
         gaps = {
-            f"{label} {word}".strip(): evidence.gap(row, WORST, measure)
+            f"{label} {word}".strip(): evidence.gap(row, WORST, measure, plain)
             for label, row in rows.items()
             for word, measure in measures.items()
         }
@@ -199,7 +202,7 @@ def recovers(
         without = f"{NO_CLEAR_GAP}: {_listed(unclear)}"
         if unclear and not any(fair.values()):
             return Verdict("not comparable", without, incomplete=bool(fair))
-        pairs = ((row, ROWS[row].baseline) for row in rows.values())
+        pairs = ((row, plain or ROWS[row].baseline) for row in rows.values())
         run = any(paired_difference(*(evidence.figures(r, WORST, "probe") for r in pair)) for pair in pairs)
         found = conclude(fair, passes, share, nothing="no runs at ×1" if run else "no paired runs", enough=SEEDS)
         return dataclasses.replace(found, note=f"{found.note} ({without})", incomplete=True) if unclear else found
