@@ -13,8 +13,8 @@ from duel.reproduce.rows import ROWS
 
 SHORT = SCALES["short"]
 BUDGET = {
-    "steps": 5000, "images_encoded": 10**6, "seconds": 50.0, "gpu_seconds": 50.0, "share": 1.0, "evaluation_seconds": 6.0,
-    "peak_gpu_memory_mb": 2000,
+    "steps": 5000, "images_encoded": 10**6, "seconds": 50.0, "gpu_seconds": 50.0, "share": 1.0,
+    "evaluation_seconds": 6.0, "peak_gpu_memory_mb": 2000,
 }  # fmt: skip
 
 
