@@ -23,7 +23,7 @@ IDS = {"id": ((), torch.int64)}
 RESULTS = Path(__file__).parent.parent / "results" / store.RUNS
 
 
-def watched(policy, *, size=60, updates=5, labels=True, stream_largest=0.75):
+def watched(policy, *, size=60, updates=5, labels=True, stream_largest=0.75, dwell=1):
     rows, classes = clusters(2000, 8, 0)
     memory = WorkingMemory(size, 8, policy, IDS)
     for step in range(updates):
@@ -35,6 +35,7 @@ def watched(policy, *, size=60, updates=5, labels=True, stream_largest=0.75):
         classes=10,
         stream_largest=stream_largest,
         per_update=30,
+        dwell=dwell,
     )
     return memory, classes, eye
 
@@ -184,6 +185,24 @@ def test_a_memory_that_concentrates():
     assert len(of_classes(Duel("linear"), 0.41, stream=0.1)) == 1
 
 
+def test_a_memory_that_concentrates_on_frames_is_not_judged_before_the_stream_has_brought_items_enough():
+    """60 slots, 60 frames at first, 30 a step, 32 of an item."""
+    for done, count in ((61, 0), (62, 1)):
+        assert len(of_classes(Duel("linear"), 0.9, done=done, dwell=32)) == count
+
+
+@pytest.mark.parametrize("duplicates", [0.01, 0.3])
+def test_a_score_that_does_not_tell_items_that_are_held_more_than_once(duplicates):
+    """Half of the slots, that is: a quarter of a duplicate would do. It is not to be sharper, but broader."""
+    _, _, eye = watched(Duel("exponential:0.05"), stream_largest=0.75)
+    found = eye.read(torch.arange(3), updates=1)
+    found |= {"memory_largest": 0.9, "memory_distinct": 0.5, "memory_duplicates": duplicates}
+    (message,) = (message for message in eye.warnings(found, 1) if "largest class" in message)
+    broader = "held more than once (mean N 0.01); try a broader one, or --policy adaptive --adaptive-target 8"
+    assert (broader in message) == (duplicates == 0.01)
+    assert ("is sharp enough" in message) == (duplicates == 0.3)
+
+
 def test_a_memory_that_stays_as_uneven_as_its_stream():
     for policy, advice in (
         ("minred", "--policy duel with --score exponential:0.05"),
@@ -288,9 +307,13 @@ def replayed(path):
 
 
 def test_the_good_runs_on_file_would_have_been_silent_and_the_bad_ones_not():
-    good = [path for path in RESULTS.glob("[!p]*-d-*-ours-x*.json") if "subset" not in path.name]
-    assert len(good) > 10
-    assert [path.name for path in good if replayed(path)] == []
+    ours = {path for path in RESULTS.glob("[!p]*-d-*-ours-x*.json") if "subset" not in path.name}
+    sharp = set(RESULTS.glob("digits-*-d-simclr-ours-x27-dwell*.json"))  # no better than a reservoir
+    assert len(ours - sharp) > 10
+    assert [path.name for path in ours - sharp if replayed(path)] == []
+    assert {message[message.index("does not tell") :][:48] for path in sharp for message in replayed(path)} == {
+        "does not tell that some items are held more than"
+    }
     poor = RESULTS / "paper-cifar10-resnet50-d-moco-ours-x27-seed0-92ea5a685f.json"  # 3,000 steps taught it little
     assert any("different items" in message for message in replayed(poor))
     for row, advice in (

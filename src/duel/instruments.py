@@ -40,6 +40,10 @@ ALIKE = 0.5
 RIGHT_ANGLE = 0.1
 #: Less than this share of the slots with an item of their own is worth a warning.
 COPIES = 0.25
+#: A score knows items that are held more than once if the mean item has this share of such slots as duplicates.
+BLIND = 0.5
+#: A target that did well where such a score did not.
+FEW = 8
 #: The score that evened out the classes of CIFAR-10.
 SHARP = scores.exponential(0.05)
 
@@ -137,7 +141,7 @@ class Instruments:
             "distinct": distinct,
             "unchanged": "" if distinct else self._unchanged(found),
             "stale": self._stale(found),
-            "concentrated": self._concentrated(found, exchanged),
+            "concentrated": self._concentrated(found, done, exchanged),
             "alike": self._alike(found) if judged else "",
             "copies": self._copies(found, done) if judged or last else "",
         }
@@ -183,9 +187,9 @@ class Instruments:
     def _ageless(self) -> bool:
         return isinstance(self.memory.policy, Ageless | Oracle)
 
-    def _concentrated(self, found: dict[str, float], judged: bool) -> str:
+    def _concentrated(self, found: dict[str, float], done: int, judged: bool) -> str:
         largest, stream = found.get("memory_largest"), self.stream_largest
-        if largest is None or stream is None:
+        if largest is None or stream is None or self._brought(done) < self.memory.size:
             return ""
         excess = stream - 1 / self.classes
         judged = judged and excess >= UNEVEN
@@ -196,9 +200,9 @@ class Instruments:
             what = f"the memory is as uneven ({largest:.0%} of one class) as the stream ({stream:.0%})"
         else:
             return ""
-        return f"{what}: {self._against_concentration()}"
+        return f"{what}: {self._against_concentration(found)}"
 
-    def _against_concentration(self) -> str:
+    def _against_concentration(self, found: dict[str, float]) -> str:
         policy = self.memory.policy
         if not isinstance(policy, Duel) or isinstance(policy, AdaptiveDuel):
             return f"try --policy duel with --score {SHARP.name}"
@@ -206,6 +210,11 @@ class Instruments:
             return f"try --score {SHARP.name} (it is {policy.score.name})"
         if not self.encoded:
             return "by their thumbnails its images may be no duplicates of each other; try another --space"
+        if found["memory_duplicates"] < BLIND * (1 - found["memory_distinct"]):
+            return (
+                f"its --score ({policy.score.name}) does not tell that some items are held more than once (mean N "
+                f"{found['memory_duplicates']:.2g}); try a broader one, or --policy adaptive --adaptive-target {FEW}"
+            )
         space = "--space backbone, " if self.memory.policy_dim is None else ""
         return (
             f"its --score ({policy.score.name}) is sharp enough; try {space}a larger --memory-size or --refresh, or do "
