@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from duel.data import opaque
 from duel.data.sources import RESIDENT_BYTES, ArraySource, Residency, Split, own_split
 from duel.errors import UserError
 
@@ -23,7 +24,8 @@ TEST_PARTS = ("test", "val")
 def as_images(array: Any, name: str) -> Tensor:
     """Array-like (n, h, w), (n, h, w, c) or (n, c, h, w), c = 1, 3 or 4, uint8 or floats in 0..1 -> uint8 (n, 3, h, w).
 
-    Grey images become three equal channels; a fourth channel (opacity) is dropped. uint8 (n, 3, h, w) is not copied.
+    Grey images become three equal channels; a fourth channel is the opacity, on white. uint8 (n, 3, h, w) is not
+    copied.
     """
     array = np.asanyarray(array)
     if array.ndim == 3:
@@ -46,7 +48,7 @@ def as_images(array: Any, name: str) -> Tensor:
         array = (array * 255).round().astype(np.uint8)
     elif array.dtype != np.uint8:
         raise UserError(f"images in {name} must be uint8, or floats in 0..1, got {array.dtype}")
-    array = array[:, :3] if array.shape[1] == 4 else array
+    array = opaque.arrays(array) if array.shape[1] == 4 else array
     if array.shape[1] == 1:
         array = np.repeat(array, 3, axis=1)
     return torch.from_numpy(array if array.flags.c_contiguous and array.flags.writeable else array.copy())

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from duel.data import files
+from duel.data import files, opaque
 from duel.data.files import part_of, scan, test_folders
 from duel.data.sources import RESIDENT_BYTES, ArraySource, Residency, Source, Split, own_split
 from duel.errors import Notice, UserError
@@ -27,11 +27,14 @@ THREADS = min(8, os.cpu_count() or 1)
 
 
 #: What `decode` does, for those who have to do the same; the side in pixels is to follow.
-PREPARED = "upright (EXIF rotation applied), RGB, central square, resized (bilinear, antialiased) to a side of"
+PREPARED = (
+    "upright (EXIF rotation applied), RGB, transparent parts white, central square, resized (bilinear, antialiased) to "
+    "a side of"
+)
 
 
 def decode(path: Path | str, size: int) -> Tensor:
-    """One file -> uint8 (3, size, size): upright (EXIF), RGB, shorter side resized to size, central square.
+    """One file -> uint8 (3, size, size): upright (EXIF), RGB, on white, shorter side resized to size, central square.
 
     Raises whatever the decoder raises: callers take every Exception to mean "unreadable".
     """
@@ -44,7 +47,7 @@ def decode(path: Path | str, size: int) -> Tensor:
             wide = np.asarray(image, dtype=np.float64)
             top = 65535 if wide.max() > 255 or image.mode.startswith("I;16") else 255 if wide.max() > 1 else 1
             image = Image.fromarray((wide.clip(0, top) * (255 / top)).round().astype(np.uint8))
-        image = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BILINEAR)
+        image = ImageOps.fit(opaque.picture(image), (size, size), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from duel.data import opaque
 from duel.data.arrays import as_images, resize
 from duel.errors import Notice, UserError
 
@@ -128,7 +129,7 @@ def _arrays(images: Any) -> list[NDArray[Any]]:
     def one(image: Any) -> NDArray[Any]:
         if isinstance(image, Tensor):
             return image.detach().cpu().numpy()
-        return np.asanyarray(image.convert("RGB") if isinstance(image, Image) else image)
+        return np.asanyarray(opaque.picture(image) if isinstance(image, Image) else image)
 
     if not isinstance(images, tuple | list) or not images:
         return [one(images)]
