@@ -98,12 +98,32 @@ def test_the_page_shows_ours_beside_the_paper_s() -> None:
 def test_the_page_begins_with_a_summary() -> None:
     text = page([*runs(), record("moco", 27, 2, 0.5, scale=SHORT.varied(Variation(777)))])
     top = text.split("## How to read this")[0]
+    assert (
+        "| SimCLR, `short` | 73.00 ± 1.00 (3) | 69.00 ± 1.00 (3) | 67.00 ± 1.00 (3) | 73.00 ± 1.00 (3) | – | – |" in top
+    )
+    assert "| SimCLR, the paper's own | 63.34 | 49.02 | 56.60 | – |" in top
+    assert "| MoCo v2, `short` |" not in top  # not at the length of the scale
     assert "| claim | theory | `short` | `paper` |" in top  # other lengths have sections, but no column
     assert "| Theorem 1: the naive policy (Algorithm 2) never lowers p_d on the ETF | does not hold |  |  |" in top
     assert "| Bias harms: ×27 lowers the linear probe of plain MoCo v2 and SimCLR |  | holds so far\\* | – |" in top
     assert "the lower end of the interval 80 % |  | holds\\* |  |" in top  # a goal of one length alone
     for title in ("Claims of the paper", "What our form adds", "Our own goals", "Beside the paper's own figures"):
         assert f"| **{title}** |" in top
+
+
+def test_its_contents_lead_to_every_section() -> None:
+    text = page([*runs(), record("moco", 27, 2, 0.5, scale=SHORT.varied(Variation(777, 0.01)))])
+    links = re.findall(r"\]\(#(\S+)\), (\d+) run", text)
+    assert links == [("short", str(len(runs()))), ("short-steps-777-lr-0.01", "1"), ("paper", "0")]
+    sections = re.findall(r'<a id="(\S+)"></a>\n\n## Scale', text)
+    assert sections == [anchor for anchor, _ in links]
+
+
+def test_the_first_table_marks_probes_that_have_not_fitted() -> None:
+    unfit = {"probe_train": 0.3, "knn": 0.5}
+    top = page([record("moco", 1, 2, 0.31, evaluation=unfit)]).split("## Claim by claim")[0]
+    assert "| MoCo v2, `short` | 31.00 (1) † | – |" in top
+    assert "†: the probe has not fitted" in top
 
 
 def test_a_variation_is_not_held_against_the_paper_s_figures() -> None:

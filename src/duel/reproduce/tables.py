@@ -42,7 +42,7 @@ def by_bias(evidence: Evidence, grid: str, measure: str) -> str:
             table = _PAPER_TABLE.get(measure)
             theirs = figure(table, ROWS[name].paper, data.bias) if table else None
             known = "" if theirs is None or evidence.scale.images != "cifar10" else f"; paper {theirs:.2f}"
-            cells.append(_measured(evidence, name, data, measure) + known)
+            cells.append(measured(evidence, name, data, measure) + known)
         lines.append((ROWS[name].label, *cells, *_budget(evidence, name, DRAWN)))
     table = markdown(heads, lines)
     return f"{table}\n\n{UNFIT}" if any(UNFITTED in cell for line in lines for cell in line) else table
@@ -127,7 +127,7 @@ def listing(evidence: Evidence, grids: Sequence[str], scale: str) -> str:
     lines = []
     for name, data in run:
         entropy = summary(list(evidence.last(name, data, "memory_entropy").values()))
-        rates = [_measured(evidence, name, data, m) for m in ("probe", "top1_test_to_train", "few_shot")]
+        rates = [measured(evidence, name, data, m) for m in ("probe", "top1_test_to_train", "few_shot")]
         if beside:
             rates.insert(1, _paper_probe(name, data))
         lines.append(
@@ -241,7 +241,7 @@ def words(data: Data) -> str:
     return tail + (" subset" if data.mode == "subset" else "") + frames
 
 
-def _measured(evidence: Evidence, row: str, data: Data, measure: str) -> str:
+def measured(evidence: Evidence, row: str, data: Data, measure: str) -> str:
     found = evidence.summary(row, data, measure)
     if found is None:
         return NOT_MEASURED if evidence.runs(row, data) else NOT_RUN
