@@ -283,7 +283,7 @@ def test_failed_runs_are_named() -> None:
     config = dataclasses.replace(gone.config, lr=7.0)
     alone = store.Record(gone.path, values, config, "0")
     text = page(runs(), failures=[alone]).split("## Scale `short`, learning rate 7: ")[1]
-    assert text.split("\n## ")[0].endswith("since training failed: short-moco (diverged at step 7).\n")
+    assert text.split("\n<a id=")[0].endswith("since training failed: short-moco (diverged at step 7).\n")
 
 
 def test_a_row_of_its_own_length_belongs_to_the_variation_that_gives_it() -> None:
