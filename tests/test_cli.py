@@ -351,7 +351,7 @@ def test_what_comes_next_depends_on_labels(tmp_path: Path, capsys: pytest.Captur
     assert "next: duel evaluate digits" in capsys.readouterr().out
     for run, told in (("plain", True), ("digits", False)):
         assert cli.main(["export", run]) == 0
-        square = "central square, resized (bilinear, antialiased) to a side of 8\n"
+        square = "transparent parts white, central square, resized (bilinear, antialiased) to a side of 8\n"
         assert (f"its images were upright (EXIF rotation applied), RGB, {square}" in capsys.readouterr().out) == told
     with safe_open("plain/duel_convnet.safetensors", "pt") as file:
         assert file.metadata()["images"].endswith(square.strip())

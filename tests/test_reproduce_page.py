@@ -464,7 +464,7 @@ def test_the_paper_s_figures_add_up() -> None:
 # Figures ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["figure1", "figure-mcp", "scores", "figure3"])
+@pytest.mark.parametrize("name", ["figure1", "figure-mcp", "memory", "scores", "figure3"])
 def test_figures_are_drawn_and_the_same_twice(name: str, tmp_path: Path) -> None:
     found = [record(row, bias, seed, 0.5) for row in ("moco", "d-moco-ours") for bias in (1, 27) for seed in (2, 3)]
     svg, png = draw(name, tmp_path, found)
@@ -484,7 +484,7 @@ def test_figure3_needs_runs(tmp_path: Path) -> None:
 
 def test_figures_can_be_drawn_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["reproduce", "figures", "--out", str(tmp_path / "results"), "--docs", str(tmp_path)]) == 0
-    assert drawn(tmp_path) == ["figure-mcp", "figure1", "scores"]  # figure3 has to wait for its runs
+    assert drawn(tmp_path) == ["figure-mcp", "figure1", "memory", "scores"]  # figure3 has to wait for its runs
     assert "![The score functions](figures/scores.svg)" in (tmp_path / "results.md").read_text(encoding="utf-8")
     assert "figure3" not in capsys.readouterr().out
 

@@ -251,8 +251,8 @@ class Reproduce:
 
     WHAT: table1 (Top-k), table2 (linear probe), ablation (score functions), resources, framework, rivals, controls,
     tuning, negative-free, subset, longtail, camera, stops; pixels (what the images give without an encoder);
-    figure1, figure-mcp, figure3, scores; figures and page (all figures, docs/results.md, from the results that are
-    there); all. Finished runs are found again under --out and not repeated.
+    figure1, figure-mcp, figure3, memory, scores; figures and page (all figures, docs/results.md, from the results
+    that are there); all. Finished runs are found again under --out and not repeated.
     """
 
     what: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="WHAT ...")]

@@ -10,7 +10,7 @@ from ..errors import UserError, suggest
 from .grids import GRIDS
 from .plan import SCALES
 
-FIGURES = ("figure1", "figure-mcp", "figure3", "scores")
+FIGURES = ("figure1", "figure-mcp", "figure3", "memory", "scores")
 DRAWINGS = "figures"
 WORK = "runs/reproduce"
 WHAT = ("all", *(name for name in GRIDS if name not in FIGURES), "pixels", *FIGURES, DRAWINGS, "page")

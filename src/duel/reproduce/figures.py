@@ -15,6 +15,7 @@ import torch
 from .. import scores, theory
 from ..errors import UserError, suggest
 from ..replacement import expected_duplicates
+from . import held
 from .command import FIGURES
 from .evidence import Evidence
 from .grids import GRIDS, Data
@@ -34,7 +35,7 @@ def draw(name: str, docs: Path, records: Sequence[Record] = (), *, scale: str = 
     if name not in FIGURES:
         raise UserError(suggest("figure", name, FIGURES))
     plt = _pyplot()
-    make = {"figure1": _figure1, "figure-mcp": _figure_mcp, "scores": _scores}
+    make = {"figure1": _figure1, "figure-mcp": _figure_mcp, "memory": _memory, "scores": _scores}
     with plt.rc_context(_LOOK):
         figure = _figure3(plt, records, scale) if name == "figure3" else make[name](plt)
         written = _save(figure, docs / "figures", name)
@@ -118,6 +119,28 @@ def _figure_mcp(plt: Any) -> Any:
         panel.set_axis_off()
         figure.colorbar(dots, ax=panel, shrink=0.7, label="expected duplicates")
     panels[0].legend(loc="center", fontsize=8)
+    return figure
+
+
+def _memory(plt: Any) -> Any:
+    """What memories hold of a biased stream: each digit an image in a slot, the frequent one in another colour."""
+    from matplotlib.colors import to_rgb
+
+    side = math.isqrt(held.SLOTS)
+    figure, panels = plt.subplots(len(held.STREAMS), len(held.POLICIES), figsize=(7.2, 5.2))
+    words = {"drawn": "images drawn one by one", "frames": f"each image as {held.STREAMS['frames']} frames"}
+    for line, stream in zip(panels, held.STREAMS, strict=True):
+        for panel, policy in zip(line, held.POLICIES, strict=True):
+            found = held.held(policy, stream)
+            ink = torch.nn.functional.pad(found.images / 255, (1, 1, 1, 1)).unsqueeze(-1)  # a margin around each
+            tint = torch.tensor([to_rgb(RED if c == held.COMMON else BLUE) for c in found.labels.tolist()])
+            slots = 1 - ink * (1 - tint.view(-1, 1, 1, 3))  # (slots, h, w, 3): ink of that colour on white
+            rows = [torch.cat(list(row), dim=1) for row in slots.split(side)]
+            panel.imshow(torch.cat(rows), interpolation="nearest")
+            panel.set_title(f"{policy}\n{found.common} zeros, {found.different} different images", fontsize=9)
+            panel.set_xticks([])
+            panel.set_yticks([])
+        line[0].set_ylabel(words[stream])
     return figure
 
 
