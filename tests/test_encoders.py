@@ -95,6 +95,20 @@ def test_a_vit_sees_the_whole_of_a_small_image(side: int) -> None:
     assert (image.grad != 0).any(1).all()
 
 
+@pytest.mark.parametrize("side", range(4, 128))
+def test_a_small_vit_has_about_8_x_8_patches_whatever_the_side(side: int) -> None:
+    patch = resolve("vit_tiny_patch16_224", stem="small", image_size=side)[1]["patch_size"]
+    assert min(side, 6) <= side // patch <= 16
+    assert side % patch <= 0.06 * side
+    assert side % patch == 0 or not any(side % size == 0 and 6 <= side // size <= 16 for size in range(1, side))
+
+
+def test_a_vit_takes_images_that_its_patches_do_not_divide() -> None:
+    network = backbone("vit_tiny_patch16_224", image_size=59).eval()
+    assert network(torch.rand(2, 3, 59, 59)).shape == (2, 192)
+    assert network.patch_embed.num_patches == 14**2
+
+
 def test_a_network_of_timm_that_is_called_small_is_none_of_ours() -> None:
     with pytest.raises(UserError, match="stem='small' is not known for backbone 'mnasnet_small'"):
         resolve("mnasnet_small", stem="small", image_size=32)

@@ -32,6 +32,7 @@ OURS = ("duel_convnet", *(f"{base}_small" for base in _SMALL_STEMS))
 """Names that timm knows once this module is imported."""
 _ALIASES = {"convnet": "duel_convnet"}
 _TOKENS_PER_SIDE = 8  # a small-stem ViT cuts an image into about 8 x 8 patches: 4 pixels each at 32 x 32
+_TOKENS_ALLOWED = range(6, 17)
 
 
 class ConvNet(nn.Module):
@@ -131,10 +132,13 @@ def resolve(
 
 
 def _patch(side: int) -> int:
-    """The size of patches that cover a side to the last pixel, as near as there is to an eighth of it."""
+    """The size of patches that cover as much of a side as 6 to 16 of them can, as near as there is to an eighth of it.
+
+    Of most sides that is all; of 59 pixels three are left out.
+    """
     wanted = side / _TOKENS_PER_SIDE
-    divisors = [size for size in range(1, side + 1) if side % size == 0]
-    return min(divisors, key=lambda size: abs(math.log(size / wanted)))
+    sizes = [size for size in range(1, side + 1) if side // size in _TOKENS_ALLOWED] or [1]
+    return min(sizes, key=lambda size: (side % size, abs(math.log(size / wanted))))
 
 
 def _unknown_backbone(name: str) -> str:

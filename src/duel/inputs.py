@@ -152,6 +152,8 @@ class Inputs:
             dwell=config.dwell,
             encoded=config.memory_encoded,
             score=config.score,
+            items=self.items,
+            negatives=config.memory_negatives,
         )
 
     def save(self, run: Path) -> None:

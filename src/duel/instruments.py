@@ -44,6 +44,8 @@ COPIES = 0.25
 BLIND = 0.5
 #: A target that did well where such a score did not.
 FEW = 8
+#: Mean N below which a score says little of most items.
+HARDLY = 0.25
 #: The score that evened out the classes of CIFAR-10.
 SHARP = scores.exponential(0.05)
 
@@ -67,7 +69,8 @@ class Instruments:
     labels: int64 (items,), the class of every id, or None. stream_largest: share of the most frequent class in the
     stream, where it is known. per_update: newcomers offered in one update, and so in one step. dwell: how many of them
     in a row are the same item. encoded: by an encoder that is being trained; thumbnails never go stale. score: by
-    which N is counted where the policy has none of its own.
+    which N is counted where the policy has none of its own. items: how many the stream has, if it has an end.
+    negatives: the whole memory is among them although batches are drawn from it.
     """
 
     def __init__(
@@ -81,8 +84,10 @@ class Instruments:
         dwell: int = 1,
         encoded: bool = True,
         score: str | None = None,
+        items: float = math.inf,
+        negatives: bool = False,
     ) -> None:
-        self.encoded, self.score = encoded, score
+        self.encoded, self.score, self.items, self.negatives = encoded, score, items, negatives
         self.memory, self.classes, self.stream_largest = memory, classes, stream_largest
         self.labels = labels.to(memory.embeddings.device) if labels is not None and classes > 1 else None
         self.per_update, self.dwell = per_update, dwell
@@ -203,23 +208,33 @@ class Instruments:
         return f"{what}: {self._against_concentration(found)}"
 
     def _against_concentration(self, found: dict[str, float]) -> str:
-        policy = self.memory.policy
-        if not isinstance(policy, Duel) or isinstance(policy, AdaptiveDuel):
+        policy, n = self.memory.policy, found.get("memory_duplicates", 0.0)
+        score = policy.score if isinstance(policy, Duel) and not isinstance(policy, AdaptiveDuel) else None
+        if self.items <= self.memory.size:
+            broader = score is not None and _height(score, 0.5) <= _height(SHARP, 0.5)
+            return (
+                f"it has a slot for each of the stream's {self.items} items; give it fewer (--memory-size), so that it "
+                f"has to choose{', or a broader --score, by which it holds rare ones more than once' * broader}"
+            )
+        if score is None:
             return f"try --policy duel with --score {SHARP.name}"
-        if _height(policy.score, 0.5) > _height(SHARP, 0.5):
-            return f"try --score {SHARP.name} (it is {policy.score.name})"
+        if _height(score, 0.5) > _height(SHARP, 0.5):
+            return f"try --score {SHARP.name} (it is {score.name})"
         if not self.encoded:
             return "by their thumbnails its images may be no duplicates of each other; try another --space"
-        if found["memory_duplicates"] < BLIND * (1 - found["memory_distinct"]):
+        if n < BLIND * (1 - found["memory_distinct"]):
             return (
-                f"its --score ({policy.score.name}) does not tell that some items are held more than once (mean N "
-                f"{found['memory_duplicates']:.2g}); try a broader one, or --policy adaptive --adaptive-target {FEW}"
+                f"its --score ({score.name}) does not tell that some items are held more than once (mean N {n:.2g}); "
+                f"try a broader one, or --policy adaptive --adaptive-target {FEW}"
+            )
+        if n < HARDLY:
+            return (
+                f"by its --score ({score.name}) hardly any item has a duplicate (mean N {n:.2g}); try a larger "
+                "--memory-size or a broader --score"
             )
         space = "--space backbone, " if self.memory.policy_dim is None else ""
-        return (
-            f"its --score ({policy.score.name}) is sharp enough; try {space}a larger --memory-size or --refresh, or do "
-            "without --memory-negatives"
-        )
+        without = ", or do without --memory-negatives" * self.negatives
+        return f"its --score ({score.name}) is sharp enough; try {space}a larger --memory-size or --refresh{without}"
 
     def _brought(self, done: int) -> float:
         """Different items that the stream can have brought."""
