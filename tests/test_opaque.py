@@ -80,6 +80,9 @@ def test_a_fourth_channel_that_is_zero_everywhere_is_none() -> None:
     images = from_arrays(frames).data
     assert torch.equal(images[1], torch.from_numpy(frames[1, ..., :3]).permute(2, 0, 1))
     assert not torch.equal(images[0], torch.from_numpy(frames[0, ..., :3]).permute(2, 0, 1))
+    for frame, image in zip(frames, images, strict=True):
+        seen = torch.from_numpy(np.array(opaque.picture(Image.fromarray(frame)))).permute(2, 0, 1)
+        assert (seen.int() - image.int()).abs().max() <= 1
 
 
 def test_of_a_stream() -> None:

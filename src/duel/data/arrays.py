@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,15 @@ def load(
 
 
 def _classes(arrays: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Of all parts together: the last ones may be missing in one of them."""
-    found = (_find(arrays, LABEL_KEYS, part) for part in ("train", *TEST_PARTS))
-    labels = [part for key in found if key and (part := _labels(arrays[key], name)) is not None and len(part)]
-    return tuple(str(c) for c in range(max((int(part.max()) for part in labels), default=-1) + 1))
+    """Of all parts together: the last ones may be missing in one of them. Labels that are none are told of once their
+    part is asked for."""
+    highest = -1
+    for part in ("train", *TEST_PARTS):
+        key = _find(arrays, LABEL_KEYS, part)
+        with suppress(UserError):
+            labels = None if key is None else _labels(arrays[key], name)
+            highest = highest if labels is None or not len(labels) else max(highest, int(labels.max()))
+    return tuple(str(c) for c in range(highest + 1))
 
 
 def _find(arrays: Mapping[str, Any], keys: tuple[str, ...], part: str) -> str | None:

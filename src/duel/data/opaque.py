@@ -19,12 +19,14 @@ _AT_ONCE = 256  # images: composed in 16 bits
 
 
 def picture(image: Image) -> Image:
-    """A picture of any mode -> RGB."""
+    """A picture of any mode -> RGB. One that is transparent all over is taken as it is, as by `arrays`."""
     from PIL.Image import new
 
     if not image.has_transparency_data:
         return image.convert("RGB")
     shown = image.convert("RGBA")
+    if not shown.getchannel("A").getbbox():
+        return image.convert("RGB")
     page = new("RGBA", shown.size, (PAGE, PAGE, PAGE, 255))
     page.alpha_composite(shown)
     return page.convert("RGB")

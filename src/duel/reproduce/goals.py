@@ -12,7 +12,7 @@ from .grids import DWELL, GRIDS, Data
 from .paper import BIASES, figure
 from .rows import ROWS, Row, longer
 from .stats import Summary, paired_difference, summary
-from .store import AS_TRAINED
+from .store import AS_TRAINED, Record
 from .tables import words
 from .verdicts import BOTH, FEW, NEAR, SEEDS, Claim, Verdict, Wanted, conclude, points, recovers, weigh
 
@@ -112,24 +112,31 @@ def _near_plain(evidence: Evidence) -> Verdict:
     gains = {
         f"{label} {word}": evidence.gain(row, BALANCED, measure)
         for label, row in OUR_ROWS.items()
-        for word, measure in list(MEASURES.items())[:2]
+        for word, measure in BOTH.items()
     }
     return conclude(gains, lambda d: d.mean >= -NEAR, points, enough=SEEDS)
+
+
+def _mean_of_device(runs: Sequence[Record], name: str) -> float:
+    """Mean of these seconds, each over the processes that shared the device then, of runs that have both; else 0."""
+    found = [
+        seconds * share
+        for run in runs
+        if (seconds := run.budget(name)) is not None and (share := run.budget("share")) is not None
+    ]
+    return sum(found) / len(found) if found else 0.0
 
 
 def _affordable(evidence: Evidence) -> Verdict:
     """Table 2 with one seed. A row's runs take about as long at every bias; at some the time was measured otherwise."""
     table, training, beside = GRIDS["table2"], dict[str, float](), 0.0
     for row in table.rows:
-        found = {
-            name: [value for data in table.data if (value := evidence.budget(row, data, name)) is not None]
-            for name in ("gpu_seconds", "share", "filling_seconds", "evaluation_seconds")
-        }
-        if not found["gpu_seconds"]:
+        seconds = [value for data in table.data if (value := evidence.budget(row, data, "gpu_seconds")) is not None]
+        if not seconds:
             return Verdict("not yet measured", f"no GPU-seconds of {ROWS[row].label}")
-        mean = {name: sum(values) / len(values) for name, values in found.items() if values}
-        training[ROWS[row].label] = mean["gpu_seconds"]
-        beside += mean["share"] * (mean.get("filling_seconds", 0.0) + mean["evaluation_seconds"])
+        training[ROWS[row].label] = sum(seconds) / len(seconds)
+        runs = [run for data in table.data for run in evidence.runs(row, data)]
+        beside += sum(_mean_of_device(runs, name) for name in ("filling_seconds", "evaluation_seconds"))
     total, trained = (
         len(table.data) * seconds / 60 for seconds in (sum(training.values()) + beside, sum(training.values()))
     )
@@ -300,7 +307,10 @@ GOALS: tuple[Claim, ...] = (
         recovers({"": "d-moco-ours"}, 0.8, low=0.5),
     ),
     Claim(f"Our memories end with a class entropy of {EVEN:g} or more at ×27", _even),
-    Claim(f"On balanced data our rows are not more than {NEAR:g} points below the plain ones", _near_plain),
+    Claim(
+        f"On balanced data our rows are not more than {NEAR:g} points below the plain ones, {' and '.join(BOTH)}",
+        _near_plain,
+    ),
     Claim(f"All runs of table 2 with one seed take {MINUTES} GPU-minutes at most", _affordable),
 )
 # With the paper's own recipe our figures can be held against its own.

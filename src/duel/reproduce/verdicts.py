@@ -111,7 +111,7 @@ def weigh(
     if aside and found.measured:
         found = dataclasses.replace(found, evidence="; ".join([found.evidence, *aside]))
     below = any(d is not None and beyond_zero(d, -1) for d in judged.values())
-    unclear = not below and not at_least and not every and wanted != "beyond the spread"
+    unclear = not below and not at_least and not every and wanted in ("above", "apart")
     return dataclasses.replace(found, outcome="not clear") if found.outcome == "does not hold" and unclear else found
 
 
