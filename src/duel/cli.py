@@ -24,6 +24,7 @@ from .evaluation.settings import EvaluationSettings
 from .first_pass import first_pass
 from .messages import as_options, plain_warnings
 from .names import LIVE, POLICIES
+from .picking.command import Pick
 from .reproduce.command import WORK
 
 USER_MISTAKE, INTERRUPTED = 2, 130
@@ -303,7 +304,7 @@ class Reproduce:
 
 
 # To add a command, write such a dataclass and list it here.
-COMMANDS: tuple[type[Command], ...] = (Demo, Train, Evaluate, Export, Bench, Reproduce)
+COMMANDS: tuple[type[Command], ...] = (Demo, Pick, Train, Evaluate, Export, Bench, Reproduce)
 
 _ABOUT = """A working memory, and a policy that decides what it forgets: self-supervised learning on uncurated data.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,11 +24,15 @@ def write(path: Path, memory: WorkingMemory, source: Source, files: Sequence[str
     expected number N, is the policy's own: empty where it carries none or the memory is not full yet, and then lines
     are in the order of the slots.
     """
-    # a file's name need not be valid text
+    write_table(path, COLUMNS, zip(*_columns(memory, source, files), strict=True))
+
+
+def write_table(path: Path, heads: Sequence[str], lines: Iterable[Iterable[object]]) -> None:
+    """As CSV, whole or not at all. A file's name in it need not be valid text."""
     with atomic(path) as partial, partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        writer.writerows(zip(*_columns(memory, source, files), strict=True))
+        writer.writerow(heads)
+        writer.writerows(lines)
 
 
 @torch.no_grad()

@@ -9,6 +9,8 @@ from .errors import UserError, suggest
 MethodName = Literal["simclr", "moco", "simsiam", "byol", "d-simclr", "d-moco", "d-simsiam", "d-byol"]
 OptimizerName = Literal["adam", "adamw", "sgd", "lars"]
 AugmentName = Literal["standard", "paper", "digits", "none"]
+#: Data sets that torchvision or scikit-learn brings.
+NAMED_DATA = ("digits", "cifar10", "cifar100", "stl10", "stl10-unlabeled")
 #: `data` of a run whose images come once, from outside.
 LIVE = "-"
 POLICIES = ("duel", "fifo", "reservoir", "random", "distinct", "dedup", "minred", "adaptive", "oracle")

@@ -114,6 +114,11 @@ class FolderSource:
             shown.append(item)
         return torch.stack([decoded[i] for i in shown]), torch.tensor(shown), bad
 
+    @property
+    def unreadable(self) -> frozenset[int]:
+        """Items found to be so up to now."""
+        return frozenset(self._bad)
+
     def report(self, bad: dict[int, str]) -> None:
         """Put unreadable files found by `read` (here or in a worker) on the list, and say so."""
         known = set(self.skipped)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from duel.checks import check_tensor
 from duel.errors import UserError, suggest
+from duel.names import NAMED_DATA
 
 Split = Literal["train", "test"]
 Residency = Literal["auto", "device", "stream"]
 Stats = tuple[tuple[float, float, float], tuple[float, float, float]]
 
-NAMES = ("digits", "cifar10", "cifar100", "stl10", "stl10-unlabeled")
+NAMES = NAMED_DATA
 # "auto" keeps a set as one uint8 tensor (on the training device) up to this size. STL-10's unlabelled part, 2.6 GiB,
 # fits; ImageNet at 224 pixels, 180 GiB, streams.
 RESIDENT_BYTES = 4 * 2**30

@@ -1,0 +1,275 @@
+"""`duel pick` keeps pictures that are unlike each other, and says of all others which of these they are like."""
+
+from __future__ import annotations
+
+import csv
+import io
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+import duel
+from duel import cli
+from duel.data import folder
+from duel.data.live import LiveStream
+from duel.picking import choosing
+from duel.picking.choosing import BATCH, nearest
+
+ORIGINALS, COPIES = 12, 6
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def original(i: int) -> Image.Image:
+    """Of 4 x 4 fields in random colours."""
+    fields = np.random.default_rng(i).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(fields).resize((32, 32), Image.Resampling.BILINEAR)
+
+
+def pictures(where: str = "pictures") -> None:
+    """Each original once as it is, and again resized, darker and as JPEG; the first ones more often."""
+    Path(where, "sub").mkdir(parents=True)
+    for i in range(ORIGINALS):
+        original(i).save(Path(where, "sub", f"{i:02}.png"))
+        for copy in range(COPIES if i < 4 else 1):
+            side = 24 + 4 * copy
+            darker = original(i).resize((side, side)).point(lambda v, by=1 - 0.05 * copy: int(v * by))
+            darker.save(Path(where, f"{i:02}-{copy}.jpg"), quality=60 + 5 * copy)
+
+
+def picked(path: str = "picked.csv") -> dict[str, dict[str, str]]:
+    with open(path, newline="") as file:
+        return {line["picture"]: line for line in csv.DictReader(file)}
+
+
+def number(name: str) -> str:
+    """Which original a file shows."""
+    return Path(name).stem.split("-")[0]
+
+
+def run(*options: object) -> int:
+    return cli.main(["pick", *map(str, options)])
+
+
+def test_of_a_folder_every_original_is_kept_once(capsys: pytest.CaptureFixture[str]) -> None:
+    pictures()
+    assert run("--data", "pictures", "--keep", ORIGINALS) == 0
+    lines = picked()
+    kept = [name for name, line in lines.items() if line["kept"] == "1"]
+    assert sorted(map(number, kept)) == [f"{i:02}" for i in range(ORIGINALS)]
+    left = {name: line for name, line in lines.items() if line["kept"] == "0"}
+    assert len(lines) == len(kept) + len(left) == 4 * (COPIES + 1) + 8 * 2
+    for name, line in left.items():
+        assert line["like"] in kept
+        assert number(line["like"]) == number(name)
+        assert 0.9 < float(line["cosine"]) <= 1
+    for name in kept:  # of itself nothing is said
+        assert lines[name]["like"] in {*kept} - {name}
+        assert float(lines[name]["cosine"]) < 0.9
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "44 pictures, of which 12 are kept: picked.csv",
+        "32 of the 32 left out are like another that is kept (cosine 0.9 or more); 0 of those kept are",
+    ]
+
+
+@pytest.mark.parametrize("policy", ["duel", "minred", "dedup", "reservoir"])
+def test_it_keeps_what_a_memory_of_that_policy_holds(policy: str) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (300, 8, 8, 3), dtype=np.uint8)
+    np.savez("some.npz", images=images)
+    assert run("--data", "some.npz", "--keep", 40, "--image-size", 8, "--policy", policy, "--seed", 3) == 0
+    made = {
+        "duel": duel.policies.Duel(score="exponential:0.02", admit="compete"),
+        "minred": duel.policies.MinRed(),
+        "dedup": duel.policies.Dedup(seed=3),
+        "reservoir": duel.policies.Reservoir(seed=3),
+    }
+    channels_first = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+    memory = duel.WorkingMemory(size=40, dim=193, policy=made[policy], payload={"id": ((), torch.int64)})
+    for ids in torch.randperm(300, generator=torch.Generator().manual_seed(3)).split(BATCH):
+        memory.update(duel.thumbnails(channels_first[ids]), id=ids)
+    assert sorted(memory["id"].tolist()) == [int(i) for i, line in picked().items() if line["kept"] == "1"]
+
+
+@pytest.mark.parametrize(("option", "value"), [("--seed", 1), ("--score", "linear"), ("--policy", "reservoir")])
+def test_settings_matter_and_the_same_give_the_same(option: str, value: object) -> None:
+    np.savez("some.npz", images=np.random.default_rng(0).integers(0, 256, (300, 8, 8, 3), dtype=np.uint8))
+    found = []
+    for i, more in enumerate(((), (), (option, value))):
+        assert run("--data", "some.npz", "--keep", 40, "--image-size", 8, "--out", f"{i}.csv", *more) == 0
+        found.append(Path(f"{i}.csv").read_bytes())
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_nearest_other_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.nn.functional.normalize(torch.randn(50, 6, generator=generator, dtype=torch.float64), dim=1)
+    chosen = [3, 9, 20, 49]
+    own = torch.full((50,), -1)
+    own[chosen] = torch.arange(4)
+    found = nearest(rows.half(), rows[chosen], own)
+    for i in range(50):
+        cosines = [(-2.0 if j == i else float(rows[i] @ rows[j])) for j in chosen]
+        assert int(found.place[i]) == int(np.argmax(cosines))
+        assert float(found.cosine[i]) == pytest.approx(max(cosines), abs=2e-3)
+
+
+def test_in_blocks_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.nn.functional.normalize(torch.randn(50, 6, generator=torch.Generator().manual_seed(0)), dim=1)
+    own = torch.arange(50) - 40  # the last ten are kept
+    whole = nearest(rows, rows[40:], own.clamp(min=-1))
+    monkeypatch.setattr(choosing, "_ELEMENTS", 70)
+    assert all(map(torch.equal, nearest(rows, rows[40:], own.clamp(min=-1)), whole))
+
+
+def test_one_alone_is_like_no_other() -> None:
+    pictures()
+    assert run("--data", "pictures", "--keep", 1) == 0
+    (kept,) = (line for line in picked().values() if line["kept"] == "1")
+    assert (kept["like"], float(kept["cosine"])) == ("", -1)
+
+
+def test_the_kept_images_can_be_trained_on() -> None:
+    pictures()
+    assert run("--data", "pictures", "--keep", 10, "--image-size", 16, "--images", "kept/images.npz") == 0
+    names = list(picked())
+    with np.load("kept/images.npz") as found:
+        assert found["images"].shape == (10, 16, 16, 3)
+        for image, item in zip(found["images"], found["picture"], strict=True):
+            assert picked()[names[item]]["kept"] == "1"
+            assert torch.equal(torch.from_numpy(image).permute(2, 0, 1), folder.decode(names[item], 16))
+    assert len(duel.data.load("kept/images.npz")) == 10
+
+
+def test_a_folder_too_large_to_hold_and_files_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures()
+    for name in ("00-9.png", "z.jpg"):
+        Path("pictures", name).write_bytes(b"no picture")
+    assert run("--data", "pictures", "--keep", 12) == 0
+    assert "2 unreadable files skipped" in capsys.readouterr().err
+    monkeypatch.setattr(folder, "RESIDENT_BYTES", 0)
+    assert run("--data", "pictures", "--keep", 12, "--out", "streamed.csv") == 0
+    assert "2 unreadable files skipped" in capsys.readouterr().err
+    assert len(picked()) == 44
+    assert picked("streamed.csv").keys() == picked().keys()
+    assert sum(line["kept"] == "1" for line in picked("streamed.csv").values()) == 12
+
+
+def test_a_named_set_has_numbers() -> None:
+    assert run("--data", "digits", "--keep", 20) == 0
+    lines = picked()
+    assert list(lines) == [str(i) for i in range(1297)]
+    assert sum(line["kept"] == "1" for line in lines.values()) == 20
+
+
+# Streams ----------------------------------------------------------------------------------------------------------
+
+
+def shots(count: int, each: int, side: int = 16) -> NDArray[np.uint8]:
+    """So many frames of each of some scenes, with a little noise."""
+    scenes = np.stack([np.asarray(original(i).resize((side, side))) for i in range(count)]).repeat(each, 0)
+    noise = np.random.default_rng(0).integers(-3, 4, scenes.shape)
+    return (scenes + noise).clip(0, 255).astype(np.uint8)
+
+
+class Pipe:
+    """Standard input with these bytes."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.buffer = io.BytesIO(raw)
+
+    def isatty(self) -> bool:
+        return False
+
+
+def test_of_a_stream_a_frame_of_every_scene_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frames = shots(9, 61)  # two batches and a part of one, in which the last scene begins
+    assert BATCH < 8 * 61
+    monkeypatch.setattr(sys, "stdin", Pipe(frames.tobytes()))
+    assert run("--data", "-", "--image-size", 16, "--keep", 9, "--out", "frames.csv") == 0
+    kept = [int(line) for line in picked("frames.csv")]
+    assert sorted(frame // 61 for frame in kept) == list(range(9))
+    with np.load("frames.npz") as found:
+        assert found["picture"].tolist() == kept
+        assert np.array_equal(found["images"], frames[kept])
+    assert capsys.readouterr().out.splitlines() == [
+        "549 pictures, of which 9 are kept: frames.csv",
+        "the kept images: frames.npz",
+        "0 of those kept are like another that is kept (cosine 0.9 or more)",
+    ]
+
+
+@pytest.mark.parametrize("frames", [10, BATCH, BATCH + 1])
+def test_every_frame_is_offered(frames: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are no whole batch."""
+    monkeypatch.setattr(sys, "stdin", Pipe(shots(frames, 1, side=8).tobytes()))
+    assert run("--data", "-", "--image-size", 8, "--keep", frames) == 0
+    assert list(picked()) == [str(i) for i in range(frames)]
+
+
+def test_an_interrupted_stream_leaves_what_was_kept_by_then() -> None:
+    def camera() -> Iterator[Any]:
+        yield from shots(2, BATCH)
+        signal.raise_signal(signal.SIGINT)
+
+    stream = LiveStream(camera(), batch_size=BATCH, device="cpu")
+    batches = list(choosing._until_the_end(stream))
+    assert [ids.tolist() for _, ids in batches] == [list(range(BATCH)), list(range(BATCH, 2 * BATCH))]
+
+
+# Mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--keep", 0), "--keep must be >= 1, got 0"),
+        (("--keep", 44), "pictures has 44 readable pictures, so there is no choosing 44 of them"),
+        (("--keep", 5, "--image-size", 0), "must be >= 1, got 0"),
+        (("--keep", 5, "--alike", 1.5), "must be a cosine above 0 and at most 1, got 1.5"),
+        (("--keep", 5, "--policy", "minred", "--score", "linear"), "policy minred has no score"),
+        (("--keep", 5, "--score", "sharp"), "sharp"),
+        (("--keep", 5, "--out", "picked.txt"), "must end in .csv, got 'picked.txt'"),
+        (("--keep", 5, "--images", "kept"), "must end in .npz, got 'kept'"),
+        (("--keep", 5, "--out", "there.csv"), "there.csv is there already; give another name, or replace it"),
+        (("--keep", 5, "--images", "there.npz"), "there.npz is there already"),
+        (("--keep", 5, "--seed", -1), "seed"),
+    ],
+)
+def test_mistakes_are_told(options: tuple[object, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pictures()
+    for name in ("there.csv", "there.npz"):
+        Path(name).write_text("kept")
+    assert run("--data", "pictures", *options) == cli.USER_MISTAKE
+    assert says in capsys.readouterr().err
+    assert Path("there.csv").read_text() == "kept"
+    assert not Path("picked.csv").exists()
+
+
+def test_what_is_there_can_be_replaced() -> None:
+    pictures()
+    Path("picked.csv").write_text("kept")
+    assert run("--data", "pictures", "--keep", 5, "--overwrite") == 0
+    assert len(picked()) == 44
+
+
+def test_a_stream_that_is_too_short(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for frames, says in ((10, "the stream ended after 10 frames, fewer than the 11 to keep"), (0, "after 0")):
+        monkeypatch.setattr(sys, "stdin", Pipe(shots(10, 1, side=8)[:frames].tobytes()))
+        assert run("--data", "-", "--image-size", 8, "--keep", 11) == cli.USER_MISTAKE
+        assert says in capsys.readouterr().err
