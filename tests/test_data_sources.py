@@ -8,6 +8,7 @@ import re
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,6 +189,15 @@ def test_the_last_class_may_be_missing_in_one_part_of_an_npz(missing: str, tmp_p
     train, test = (load(str(tmp_path / "own.npz"), split=split) for split in ("train", "test"))
     assert train.classes == test.classes == ("0", "1", "2")
     assert load(str(tmp_path / "own.npz"), labelled=False).classes == ()
+
+
+@pytest.mark.parametrize("labels", [np.array(["a", "b"]), np.array([0.5, 1.0])])
+def test_labels_of_the_other_part_that_are_none_are_told_once_it_is_asked_for(tmp_path: Path, labels: Any) -> None:
+    images = np.zeros((2, 4, 4), dtype=np.uint8)
+    np.savez(tmp_path / "own.npz", x_train=images, y_train=[0, 1], x_test=images, y_test=labels)
+    assert load(str(tmp_path / "own.npz")).classes == ("0", "1")
+    with pytest.raises(UserError, match=r"labels in .* must be a list of whole numbers"):
+        load(str(tmp_path / "own.npz"), split="test")
 
 
 def test_npy_is_mapped_and_all_training_data(tmp_path: Path) -> None:

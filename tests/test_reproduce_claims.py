@@ -76,6 +76,13 @@ def test_more_than_clear_can_be_asked_for() -> None:
     assert weigh({"a": DOWN, "b": LEVEL}, "apart").words == "holds only when a"
 
 
+def test_half_a_point_below_is_below_whether_it_is_clear_or_not() -> None:
+    unclear = Summary(-3.0, 3.0, 4)
+    assert weigh({"a": unclear}, "not below").words == "does not hold"
+    assert weigh({"a": dataclasses.replace(unclear, mean=-0.4)}, "not below").words == "holds"
+    assert weigh({"a": unclear}).words == "not clear"
+
+
 def test_short_words_for_a_table_of_many() -> None:
     assert weigh({"a": None}).short == "–"
     assert weigh({"a": UP}).short == "holds"
@@ -406,6 +413,13 @@ def test_the_goal_for_what_table_2_takes() -> None:
         assert verdict.words == words
         assert verdict.evidence.startswith(f"{24 * (seconds + 5) / 60:.1f} for 24 runs")
         assert f"training alone {24 * seconds / 60:.1f}, a run of SimCLR {seconds:.0f} s" in verdict.evidence
+    uneven = [({"share": 0.2}, 15.0), ({"share": 1.0}, 3.0)]  # who has a small share takes long: 3 seconds each
+    runs = [
+        record(row, 27, seed, 0.5, gpu_seconds=40.0, filling_seconds=0.0, evaluation_seconds=seconds, **share)
+        for row in rows
+        for seed, (share, seconds) in enumerate(uneven, start=2)
+    ]
+    assert judged(runs, goals.GOALS, "20 GPU-minutes").evidence.startswith(f"{24 * 43 / 60:.1f} for 24 runs")
     found = [record(row, 27, 2, 0.5) for row in rows]
     assert judged(found[1:], goals.GOALS, "20 GPU-minutes").evidence == "no GPU-seconds of SimCLR"
 
