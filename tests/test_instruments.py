@@ -174,6 +174,29 @@ def of_classes(policy, largest, *, stream=0.75, done=PATIENCE, **more):
     return [message for message in eye.warnings(found, done) if "uneven" in message or "than the stream" in message]
 
 
+@pytest.mark.parametrize(
+    ("policy", "advice"),
+    [
+        ("fifo", "try --policy duel with --score exponential:0.05"),
+        ("random", "try --policy duel with --score exponential:0.05"),
+        ("minred", "so that it has to choose"),
+        ("dedup", "so that it has to choose"),
+        (Duel("linear"), "so that it has to choose"),
+        (Duel("exponential:0.05"), "so that it has to choose, or a broader --score, by which it holds rare ones"),
+        (AdaptiveDuel(), "so that it has to choose, or a higher --adaptive-target, by which it holds rare ones"),
+    ],
+)
+def test_a_slot_for_each_item_is_too_many_for_those_that_choose(policy, advice):
+    _, _, eye = watched(policy, stream_largest=0.5)
+    found = eye.read(torch.arange(3), updates=1) | {"memory_largest": 0.9}
+    for items, told in ((60, True), (61, False)):
+        eye.items = items
+        (message,) = (message for message in eye.warnings(found, 1) if "largest class" in message)
+        eye._warned.clear()
+        assert ("a slot for each of the stream's 60 items" in message) == (told and "choose" in advice)
+        assert not told or message.endswith(advice) or (advice.endswith("rare ones") and advice in message)
+
+
 def test_a_memory_that_concentrates():
     assert of_classes("fifo", 0.8) == []
     assert of_classes("fifo", 0.85) == []  # of 60 slots that may be chance

@@ -69,20 +69,28 @@ def test_of_arrays(kind: type) -> None:
 def test_arrays_of_any_opacity_are_as_pillow_has_them() -> None:
     """And in pieces as at once."""
     many = np.random.default_rng(0).integers(0, 256, (opaque._AT_ONCE + 3, 4, 4, 4), dtype=np.uint8)
+    many[:, 0, 0, 3] = 255
     images = from_arrays(many).data
     expected = np.stack([np.asarray(opaque.picture(Image.fromarray(image))) for image in many])
     assert (images.permute(0, 2, 3, 1).int() - torch.from_numpy(expected).int()).abs().max() <= 1
 
 
-def test_a_fourth_channel_that_is_zero_everywhere_is_none() -> None:
+@pytest.mark.parametrize("highest", [0, 1, 254])
+def test_a_fourth_channel_by_which_nothing_is_opaque_is_none(highest: int) -> None:
+    """A mask of zeros and ones, say, or the fourth byte of a screen's frames."""
     frames = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 4), dtype=np.uint8)
-    frames[1, ..., 3] = 0
+    frames[1, ..., 3] = frames[1, ..., 3].clip(0, highest)
+    frames[[0, 2], 0, 0, 3] = 255
+    as_they_are = torch.from_numpy(frames[..., :3]).permute(0, 3, 1, 2)
     images = from_arrays(frames).data
-    assert torch.equal(images[1], torch.from_numpy(frames[1, ..., :3]).permute(2, 0, 1))
-    assert not torch.equal(images[0], torch.from_numpy(frames[0, ..., :3]).permute(2, 0, 1))
-    for frame, image in zip(frames, images, strict=True):
-        seen = torch.from_numpy(np.array(opaque.picture(Image.fromarray(frame)))).permute(2, 0, 1)
-        assert (seen.int() - image.int()).abs().max() <= 1
+    assert [torch.equal(*pair) for pair in zip(images, as_they_are, strict=True)] == [False, True, False]
+
+
+def test_a_file_that_is_transparent_all_over_is_seen_as_it_is(tmp_path: Path) -> None:
+    hidden = np.full((8, 8, 4), 100, dtype=np.uint8)
+    hidden[..., 3] = 0
+    Image.fromarray(hidden).save(tmp_path / "a.png")
+    assert decode(tmp_path / "a.png", 8).unique().tolist() == [100]
 
 
 def test_of_a_stream() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
+import json
 import os
 import shutil
 import warnings
@@ -22,7 +23,7 @@ from duel.config import TrainConfig
 from duel.errors import Notice, UserError
 from duel.evaluation.settings import EvaluationSettings
 from duel.inputs import Inputs
-from duel.trained import evaluate, evaluation_file
+from duel.trained import evaluate, evaluation_file, load_trained
 from duel.training import RunResult, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -290,3 +291,23 @@ def test_files_of_a_folder_that_is_called_otherwise_are_listed_where_they_are(to
     go(small(to), resume=True)
     with Path("run", runs.MEMORY).open() as file:
         assert all(Path(row["file"]).is_file() for row in csv.DictReader(file))
+
+
+def test_weights_of_another_network_are_told_to_be_such() -> None:
+    """As those of an older version may be, by whose settings another one was built."""
+    go(small(), until=0.0)
+    meta = Path("run", runs.CONFIG)
+    wider = json.loads(meta.read_text())
+    wider["dim"] = 24
+    meta.write_text(json.dumps(wider))
+    with pytest.raises(
+        UserError, match=r"the weights in run are of another network .* \(run/run.json has its commit\)"
+    ):
+        load_trained("run")
+    with pytest.raises(UserError, match="of another network"):
+        go(dataclasses.replace(small(), dim=24), resume=True)
+
+
+def test_other_errors_of_loading_are_not_hidden() -> None:
+    with pytest.raises(RuntimeError, match="out of memory"), runs.same_network(Path("run")):
+        raise RuntimeError("out of memory")

@@ -10,6 +10,7 @@ import torch
 
 from .checkpoint import atomic
 from .data.sources import Source
+from .errors import writing
 from .memory import WorkingMemory
 from .policies import Duel
 
@@ -29,7 +30,11 @@ def write(path: Path, memory: WorkingMemory, source: Source, files: Sequence[str
 
 def write_table(path: Path, heads: Sequence[str], lines: Iterable[Iterable[object]]) -> None:
     """As CSV, whole or not at all. A file's name in it need not be valid text."""
-    with atomic(path) as partial, partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+    with (
+        writing(path, "give another file"),
+        atomic(path) as partial,
+        partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+    ):
         writer = csv.writer(file)
         writer.writerow(heads)
         writer.writerows(lines)

@@ -15,7 +15,7 @@ from . import scores
 from .evaluation import memory as measures
 from .evaluation.geometry import class_cosines
 from .memory import WorkingMemory
-from .policies import AdaptiveDuel, Duel, MinRed, Oracle
+from .policies import AdaptiveDuel, Dedup, Duel, MinRed, Oracle
 from .policies.simple import Ageless
 
 #: Above so many slots N is shown only where the policy carries it: counting it over all pairs takes a fifth of a second
@@ -210,11 +210,13 @@ class Instruments:
     def _against_concentration(self, found: dict[str, float]) -> str:
         policy, n = self.memory.policy, found.get("memory_duplicates", 0.0)
         score = policy.score if isinstance(policy, Duel) and not isinstance(policy, AdaptiveDuel) else None
-        if self.items <= self.memory.size:
-            broader = score is not None and _height(score, 0.5) <= _height(SHARP, 0.5)
+        if self.items <= self.memory.size and isinstance(policy, Duel | MinRed | Dedup):
+            sharp = score is not None and _height(score, 0.5) <= _height(SHARP, 0.5)
+            broader = "a higher --adaptive-target" if isinstance(policy, AdaptiveDuel) else "a broader --score" * sharp
+            more = f", or {broader}, by which it holds rare ones more than once" * bool(broader)
             return (
                 f"it has a slot for each of the stream's {self.items} items; give it fewer (--memory-size), so that it "
-                f"has to choose{', or a broader --score, by which it holds rare ones more than once' * broader}"
+                f"has to choose{more}"
             )
         if score is None:
             return f"try --policy duel with --score {SHARP.name}"

@@ -253,3 +253,17 @@ def _clear(run: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def same_network(run: Path) -> Iterator[None]:
+    """Weights of other shapes than those of the network that the run's settings give now are said to be such."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "size mismatch" not in str(error) and "key(s) in state_dict" not in str(error):
+            raise
+        raise UserError(
+            f"the weights in {run} are of another network than its settings give in this version of duel; use the one "
+            f"that trained it ({run / META} has its commit)"
+        ) from error

@@ -74,7 +74,8 @@ def load_trained(run: str | os.PathLike[str]) -> Trained:
     encoder = build_encoder(dataclasses.replace(config, pretrained=False), (channels, height, width))
     prefix = "encoder."
     weights = state["training"]["method"]
-    encoder.load_state_dict({k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)})
+    with runs.same_network(out):
+        encoder.load_state_dict({k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)})
     memory = state["training"]["memory"]
     return Trained(
         config=config,

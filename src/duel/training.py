@@ -157,7 +157,8 @@ def _restore(
             "an older version kept others of them for testing, and the stream and the memory know them by their "
             "number; put the files back, or start again with --overwrite"
         )
-    step.load_state_dict(state["training"])
+    with runs.same_network(out):
+        step.load_state_dict(state["training"])
     if step.done < step.steps:
         console.print(f"resuming {out} at step {step.done} of {step.steps}", soft_wrap=True, markup=False)
     device_seconds, filling_seconds = state.get("device_seconds", state["seconds"]), state.get("filling_seconds", 0.0)

@@ -107,6 +107,13 @@ class LiveStream:
             return images.to(self.device), ids.to(self.device)
         return out[0].copy_(images), out[1].copy_(ids)
 
+    def rest(self) -> tuple[Tensor, Tensor]:
+        """What is read and not shown yet, however many: less than a batch at the end of the stream."""
+        ahead, self._ahead = self._ahead, []
+        ids = torch.arange(self._shown, self._read, device=self.device)
+        self._shown = self._read
+        return torch.cat(ahead or [torch.empty(0, *self._shape or (3, 0, 0), dtype=torch.uint8)]).to(self.device), ids
+
     def state_dict(self) -> dict[str, Any]:
         """How many images came, also those that are read but not shown: they are gone, and what is resumed goes on
         with those that come then."""
@@ -151,7 +158,7 @@ def raw_frames(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
     if frame:
         warnings.warn(
             f"the frames ended with {len(frame):,} bytes, not the {length:,} of {size} × {size} pixels in RGB; unless "
-            "they were cut off there, they have another size, and what was trained on is scrambled",
+            "they were cut off there, they have another size, and what was read is scrambled",
             Notice,
             stacklevel=2,
         )
@@ -160,7 +167,7 @@ def raw_frames(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
 def standard_input(size: int | None) -> Iterator[NDArray[np.uint8]]:
     """`raw_frames` of what is piped into this process."""
     side = size or 64
-    example = f"ffmpeg -i VIDEO -vf scale={side}:{side} -f rawvideo -pix_fmt rgb24 - | duel train …"
+    example = f"ffmpeg -i VIDEO -vf scale={side}:{side} -f rawvideo -pix_fmt rgb24 - | duel …"
     if size is None:
         raise UserError(
             "data '-' is raw RGB frames from standard input; give their side as image_size: "

@@ -19,7 +19,7 @@ _AT_ONCE = 256  # images: composed in 16 bits
 
 
 def picture(image: Image) -> Image:
-    """A picture of any mode -> RGB. One that is transparent all over is taken as it is, as by `arrays`."""
+    """A picture of any mode -> RGB. One that is transparent all over is taken as it is."""
     from PIL.Image import new
 
     if not image.has_transparency_data:
@@ -35,13 +35,13 @@ def picture(image: Image) -> Image:
 def arrays(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """uint8 (n, 4, h, w), the fourth channel being the opacity -> (n, 3, h, w).
 
-    An image that has none anywhere is taken as it is: a screen's frames have a fourth byte of zeros that
-    means nothing.
+    An image in which no pixel is opaque is taken as it is, since its fourth channel must be something else: a mask of
+    zeros and ones, or the byte of zeros of a screen's frames.
     """
     out = np.empty((len(images), 3, *images.shape[2:]), dtype=np.uint8)
     for start in range(0, len(images), _AT_ONCE):
         piece = images[start : start + _AT_ONCE].astype(np.uint16)
         opacity = piece[:, 3:]
-        opacity[~opacity.any(axis=(1, 2, 3))] = 255
+        opacity[opacity.max(axis=(1, 2, 3)) < 255] = 255
         out[start : start + _AT_ONCE] = (piece[:, :3] * opacity + PAGE * (255 - opacity) + 127) // 255
     return out

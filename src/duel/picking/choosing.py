@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import count
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,18 +18,22 @@ from ..checkpoint import atomic
 from ..contents import write_table
 from ..data import FolderSource, LiveStream, Source, load
 from ..data.live import StreamEnded, standard_input
+from ..data.sources import Residency
 from ..data.stream import batches
-from ..errors import UserError
+from ..errors import Notice, UserError, writing
 from ..inputs import files_of
 from ..machine import resolve_device
 from ..memory import WorkingMemory
 from ..pixels import length, thumbnails
 from ..policies import Dedup, Duel, MinRed, Policy, Reservoir
+from ..signals import StopRequest, StopWaiting
 
 if TYPE_CHECKING:
     from .command import Pick
 
 BATCH = 256
+ROUNDING = 1e-6
+"""Of a cosine."""
 _ELEMENTS = 1 << 24
 """Of a block of cosines."""
 
@@ -63,7 +67,7 @@ def nearest(vectors: Tensor, kept: Tensor, own: Tensor) -> Nearest:
     """vectors (n, d) and kept (k, d), unit rows; own int64 (n,): which of those kept a vector is itself, -1 if none."""
     places, cosines = [], []
     for rows, mine in zip(*(t.split(max(1, _ELEMENTS // len(kept))) for t in (vectors, own)), strict=True):
-        found = rows.float() @ kept.float().T
+        found = rows @ kept.T
         itself = (mine >= 0).nonzero().squeeze(1)
         found[itself, mine[itself]] = -2  # less than any cosine
         best = found.max(1)
@@ -74,78 +78,111 @@ def nearest(vectors: Tensor, kept: Tensor, own: Tensor) -> Nearest:
 
 
 def pick_of_set(asked: Pick) -> Found:
-    """Of a folder or of arrays: all are offered once, in a random order."""
-    source = load(asked.data, root=asked.root, image_size=asked.image_size, labelled=asked.labelled)
+    """Of a folder or of arrays: all are offered once, in a random order, and no file is read twice."""
+    device = resolve_device(asked.device)
+    # files are decoded as they are needed, not all at first
+    residency: Residency = "stream" if Path(asked.data).expanduser().is_dir() else "auto"
+    source = load(
+        asked.data, root=asked.root, image_size=asked.image_size, residency=residency, labelled=asked.labelled
+    )
     n = len(source)
     if asked.keep >= n:
-        raise UserError(f"{asked.data} has {n:,} readable pictures, so there is no choosing {asked.keep:,} of them")
-    device = resolve_device(asked.device)
+        raise UserError(f"{asked.data} has {n:,} pictures, so there is no choosing {asked.keep:,} of them")
     order = torch.randperm(n, generator=torch.Generator().manual_seed(asked.seed))
     memory = _memory(asked, source.shape, device)
-    seen = torch.zeros(n, dtype=torch.bool)
-    vectors = torch.empty(n, memory.dim, dtype=torch.float16, device=device)
+    line = torch.full((n,), -1)  # 0 of those that could be read, then their lines in the answer
+    vectors = torch.empty(n, memory.dim, device=device)
     with _progress() as bar:
         task = bar.add_task("picking", total=n)
         for images, ids in batches(source, batch_size=BATCH, device=device, ids=order):
             images, ids = _readable(source, images, ids)
-            rows = thumbnails(images)
-            vectors[ids], seen[ids.cpu()] = rows.half(), True
+            vectors[ids] = rows = thumbnails(images)
+            line[ids.cpu()] = 0
             memory.update(rows, id=ids, **_image(memory, images))
             bar.advance(task, len(ids))
-    shown = seen.nonzero().squeeze(1).to(device)
-    if len(memory) < asked.keep:
-        raise UserError(f"{asked.data} has {len(shown):,} readable pictures, fewer than the {asked.keep:,} to keep")
-    ids = memory["id"]
-    own = torch.full((n,), -1, device=device)
-    own[ids] = torch.arange(len(ids), device=device)
-    found = nearest(vectors[shown], memory.embeddings, own[shown])
+    shown = (line == 0).nonzero().squeeze(1)
+    line[shown] = torch.arange(len(shown))
+    held = memory["id"].cpu()
+    own = torch.full((n,), -1)
+    own[held] = torch.arange(len(held))
+    found = nearest(vectors[shown.to(device)], memory.embeddings, own[shown].to(device))
     names: Sequence[object] = files_of(source) or range(n)
-    held = ids.tolist()
-    like = ["" if place < 0 else names[held[place]] for place in found.place.tolist()]
-    kept = own[shown] >= 0
-    lines = zip([names[i] for i in shown.tolist()], kept.int().tolist(), like, _rounded(found.cosine), strict=True)
-    write_table(Path(asked.out), ("picture", "kept", "like", "cosine"), lines)
-    alike = found.cosine >= asked.alike
-    return Found(
-        len(shown), len(ids), int((alike & kept).sum()), int((alike & ~kept).sum()), _written(asked.image_file, memory)
-    )
+    lines = _lines([names[i] for i in shown.tolist()], own[shown] >= 0, [names[i] for i in held.tolist()], found)
+    return _write(asked, lines, memory, line[held], found, own[shown] >= 0)
 
 
 def pick_of_stream(asked: Pick) -> Found:
     """Of frames as they come, until they end or at Ctrl-C; they are gone then, but for those that are kept."""
     device = resolve_device(asked.device)
-    frames = LiveStream(standard_input(asked.image_size), batch_size=BATCH, device=device)
     memory: WorkingMemory | None = None
-    with _progress() as bar:
-        task = bar.add_task("picking", total=None)
-        for images, ids in _until_the_end(frames):
-            memory = memory or _memory(asked, tuple(images.shape[1:]), device)
-            memory.update(thumbnails(images), id=ids, **_image(memory, images))
-            bar.advance(task, len(ids))
-        seen = int(bar.tasks[0].completed)
-    if memory is None or len(memory) < asked.keep:
-        raise UserError(f"the stream ended after {seen:,} frames, fewer than the {asked.keep:,} to keep")
-    ids, slots = memory["id"].sort()
-    found = nearest(memory.embeddings[slots], memory.embeddings[slots], torch.arange(len(ids), device=device))
-    like = ["" if place < 0 else int(ids[place]) for place in found.place.tolist()]
-    lines = zip(ids.tolist(), [1] * len(ids), like, _rounded(found.cosine), strict=True)
-    write_table(Path(asked.out), ("picture", "kept", "like", "cosine"), lines)
-    alike = int((found.cosine >= asked.alike).sum())
-    return Found(seen, len(ids), alike, None, _written(asked.image_file, memory))
-
-
-def _until_the_end(frames: LiveStream) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batch by batch, the last one shorter; Ctrl-C is an end, too."""
     try:
-        for start in count(step=BATCH):
-            try:
-                yield frames.next()
-            except StreamEnded:
-                rest = frames.look(BATCH)  # StreamEnded again where there is none
-                yield rest.to(frames.device), torch.arange(start, start + len(rest), device=frames.device)
-                return
-    except (StreamEnded, KeyboardInterrupt):
-        return
+        with _progress() as bar, StopRequest(waiting=lambda: frames.waiting) as stop:
+            frames = LiveStream(_until(stop, standard_input(asked.image_size)), batch_size=BATCH, device=device)
+            task = bar.add_task("picking", total=None)
+            for images, ids in _to_the_last(frames):
+                memory = memory or _memory(asked, tuple(images.shape[1:]), device)
+                memory.update(thumbnails(images), id=ids, **_image(memory, images))
+                bar.advance(task, len(ids))
+            seen = int(bar.tasks[task].completed)
+    except KeyboardInterrupt as error:  # the second one
+        raise KeyboardInterrupt("at once, so that nothing is written") from error
+    if memory is None:
+        raise UserError("the stream ended before there was a frame")
+    kept, slots = (t.cpu() for t in memory["id"].sort())
+    rows = memory.embeddings[slots.to(device)]
+    found = nearest(rows, rows, torch.arange(len(rows), device=device))
+    lines = _lines(kept.tolist(), kept >= 0, kept.tolist(), found)
+    return _write(asked, lines, memory, memory["id"].cpu(), found, kept >= 0)._replace(seen=seen, alike_left=None)
+
+
+def _until(stop: StopRequest, frames: Iterable[Any]) -> Iterator[Any]:
+    """No more frames once a stop is asked for."""
+    for frame in frames:
+        yield frame
+        if stop.requested:
+            return
+
+
+def _to_the_last(frames: LiveStream) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batch by batch, the last one shorter, also where Ctrl-C ends the waiting for the next frame."""
+    with suppress(StreamEnded, StopWaiting):
+        while True:
+            yield frames.next()
+    images, ids = frames.rest()
+    if len(ids):
+        yield images, ids
+
+
+def _lines(
+    names: Sequence[object], kept: Tensor, held: Sequence[object], found: Nearest
+) -> Iterator[tuple[object, ...]]:
+    """Of the answer. names: of all; held: of what is kept, as `found` numbers it."""
+    for name, is_kept, place, cosine in zip(
+        names, kept.tolist(), found.place.tolist(), found.cosine.tolist(), strict=True
+    ):
+        yield name, int(is_kept), "" if place < 0 else held[place], f"{cosine:.3f}"
+
+
+def _write(
+    asked: Pick,
+    lines: Iterable[Sequence[object]],
+    memory: WorkingMemory,
+    numbers: Tensor,
+    found: Nearest,
+    kept: Tensor,
+) -> Found:
+    """numbers: of the pictures in the slots, as they are in the file of images."""
+    if len(memory) < asked.keep:
+        few = f"there were {len(memory):,} pictures, fewer than the {asked.keep:,} to keep"
+        warnings.warn(few, Notice, stacklevel=2)
+    if (path := asked.image_file) is not None:  # first: of a stream there is nothing else
+        order = numbers.argsort()
+        images = memory["image"][order.to(memory.device)].permute(0, 2, 3, 1).cpu().numpy()
+        with writing(path, "give another file"), atomic(path) as partial, partial.open("wb") as file:
+            np.savez(file, images=images, picture=numbers[order].numpy())
+    write_table(Path(asked.out), ("picture", "kept", "like", "cosine"), lines)
+    alike = (found.cosine >= asked.alike - ROUNDING).cpu()
+    return Found(len(kept), int(kept.sum()), int((alike & kept).sum()), int((alike & ~kept).sum()), path)
 
 
 def _policy(asked: Pick) -> Policy:
@@ -173,20 +210,6 @@ def _readable(source: Source, images: Tensor, ids: Tensor) -> tuple[Tensor, Tens
         return images, ids
     good = torch.tensor([i not in source.unreadable for i in ids.tolist()], device=ids.device)
     return images[good], ids[good]
-
-
-def _rounded(cosines: Tensor) -> list[str]:
-    return [f"{cosine:.3f}" for cosine in cosines.tolist()]
-
-
-def _written(path: Path | None, memory: WorkingMemory) -> Path | None:
-    """The kept images, in the order of the lines, with their numbers."""
-    if path is not None:
-        ids, slots = memory["id"].sort()
-        images = memory["image"][slots].permute(0, 2, 3, 1)
-        with atomic(path) as partial, partial.open("wb") as file:
-            np.savez(file, images=images.cpu().numpy(), picture=ids.cpu().numpy())
-    return path
 
 
 @contextmanager

@@ -37,8 +37,8 @@ class Pick:
     """File for the answer: a line for each picture, whether it is kept, the kept one that it is most like, and the
     cosine of their thumbnails. Of a stream only those kept, by their numbers."""
     images: str | None = None
-    """File (.npz) for the kept images themselves, central squares of image_size, as `duel train --data` takes them; of
-    a stream by default beside the answer."""
+    """File (.npz) for the kept images themselves, central squares of image_size, as `duel train --data` takes them, and
+    their numbers: of frames, or of lines of the answer, from 0. Of a stream by default beside the answer."""
     policy: Literal["duel", "minred", "dedup", "reservoir"] = "duel"
     """Who leaves: who has the most duplicates (duel); who is closest to another (minred); of those that are no copies a
     sample is kept (dedup); a sample of all (reservoir)."""
@@ -85,6 +85,8 @@ class Pick:
         if self.images is not None and Path(self.images).suffix != ".npz":
             raise UserError(f"images must end in .npz, got {self.images!r}")
         for path in filter(None, (Path(self.out), self.image_file)):
+            if path.is_dir():
+                raise UserError(f"{path} is a folder; give a file")
             if path.exists() and not self.overwrite:
                 raise UserError(f"{path} is there already; give another name, or replace it with --overwrite")
             check_writable(path.parent, "give another with --out or --images")

@@ -29,8 +29,8 @@ SUMMARY = """## Claim by claim
 
 What the theory gives when it is run, and what the runs say at each scale: – not yet measured, or only by measures in
 which training gives no more than the images by themselves; \\* measured in part or with fewer than three seeds (of gaps
-and our own goals five); not clear: no difference is, in either direction. "Not below" asks for less than "above": it
-holds, too, where nothing is clear. The conditions and the evidence are below."""
+and our own goals five); not clear: no difference is, in either direction. "Not below" asks for less than "above": where
+nothing is clear it holds, unless the mean is half a point below. The conditions and the evidence are below."""
 WORDS = """## How to read this
 
 Rates in per cent, mean ± standard deviation over seeds (number of seeds). A difference is paired by seed, and clear when

@@ -90,7 +90,8 @@ def weigh(
     NEAR in the mean. beyond the spread: clearly positive, and by more than their own standard deviation, or `spread`
     for one seed. apart: clearly not zero. One seed cannot be clear: its sign counts (NEAR, for not below), and
     the verdict names it; where nothing could be said against the claim then, it is shown and not judged by. Where
-    nothing is clear in either direction, that is the outcome. every: see `conclude`.
+    nothing is clear in either direction, that is the outcome (of not below only NEAR counts then). every: see
+    `conclude`.
     """
 
     def passes(d: Summary) -> bool:
