@@ -540,6 +540,19 @@ def test_a_file_that_is_there_very_often_does_not_take_the_test_part_away(tmp_pa
     assert load(str(tmp_path), split="test").labels.bincount().tolist() == [20, 8]
 
 
+def test_one_picture_beside_class_folders_is_told(folder: Path) -> None:
+    picture(folder / "stray.png")
+    with pytest.warns(Notice, match="subfolders are not taken for classes, since 1 picture lies beside them"):
+        assert load(str(folder)).labels is None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        load(str(folder), labelled=False)
+        for i in range(60):  # then the subfolders are a few among other things
+            picture(folder / f"{i}.png", i)
+        load(str(folder))
+    assert not [line for line in said if "not taken for classes" in str(line.message)]
+
+
 def test_classes_without_test_images_are_named(folder: Path) -> None:
     first, second = (path.read_bytes() for path in sorted((folder / "c").iterdir())[:2])
     for path in (folder / "a").iterdir():  # ten that are one, and two of which each is there five times

@@ -89,7 +89,7 @@ def test_it_keeps_what_a_memory_of_that_policy_holds(policy: str) -> None:
     np.savez("some.npz", images=images)
     assert run("--data", "some.npz", "--keep", 40, "--image-size", 8, "--policy", policy, "--seed", 3) == 0
     made = {
-        "duel": duel.policies.Duel(score="exponential:0.02", admit="compete"),
+        "duel": duel.policies.Duel(score="exponential:0.035", admit="compete"),
         "minred": duel.policies.MinRed(),
         "dedup": duel.policies.Dedup(seed=3),
         "reservoir": duel.policies.Reservoir(seed=3),
@@ -136,7 +136,69 @@ def test_one_alone_is_like_no_other() -> None:
     pictures()
     assert run("--data", "pictures", "--keep", 1) == 0
     (kept,) = (line for line in picked().values() if line["kept"] == "1")
-    assert (kept["like"], float(kept["cosine"])) == ("", -1)
+    assert (kept["like"], kept["cosine"]) == ("", "")
+
+
+def test_what_is_kept_of_different_pictures_is_as_unlike_as_the_farthest_first() -> None:
+    """A score that is too sharp would not tell how like pictures are that are no copies."""
+    noise = np.random.default_rng(0).integers(0, 256, (600, 4, 4, 3), dtype=np.uint8).repeat(2, 1).repeat(2, 2)
+    np.savez("some.npz", images=noise)
+    rows = duel.thumbnails(torch.from_numpy(noise).permute(0, 3, 1, 2).contiguous())
+    best, far = rows @ rows[0], [0]
+    while len(far) < 60:
+        far.append(int(best.argmin()))
+        best = torch.maximum(best, rows @ rows[far[-1]])
+
+    def closest(ids: list[int]) -> float:
+        cosines = rows[ids] @ rows[ids].T
+        return float(cosines.fill_diagonal_(-1).max())
+
+    for seed in range(3):
+        out = f"{seed}.csv"
+        assert run("--data", "some.npz", "--keep", 60, "--image-size", 8, "--seed", seed, "--out", out) == 0
+        kept = [int(name) for name, line in picked(out).items() if line["kept"] == "1"]
+        sample = torch.randperm(600, generator=torch.Generator().manual_seed(seed))[:60].tolist()
+        assert closest(kept) < closest(far) + 0.25 * (closest(sample) - closest(far))
+
+
+def test_a_threshold_keeps_at_most_so_many_and_no_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    pictures()
+    for keep, kept in ((5, 5), (30, ORIGINALS), (1000, ORIGINALS)):
+        assert run("--data", "pictures", "--keep", keep, "--policy", "dedup", "--overwrite") == 0
+        names = [name for name, line in picked().items() if line["kept"] == "1"]
+        assert len({*map(number, names)}) == len(names) == kept
+        said = capsys.readouterr()
+        assert f"44 pictures, of which {kept} are kept" in said.out
+        assert "0 of those kept are" in said.out
+        assert not said.err
+
+
+def test_too_many_are_told_to_be_too_many(capsys: pytest.CaptureFixture[str]) -> None:
+    pictures()
+    assert run("--data", "pictures", "--keep", 30) == 0
+    assert "no two alike among 12 of those kept: --keep 12 would do" in capsys.readouterr().out
+    assert run("--data", "pictures", "--keep", 12, "--overwrite") == 0
+    assert "would do" not in capsys.readouterr().out
+
+
+def test_all_of_a_folder_is_looked_at_whatever_its_subfolders_are_called() -> None:
+    pictures()
+    Path("pictures", "sub").rename(Path("pictures", "train"))
+    assert run("--data", "pictures", "--keep", ORIGINALS) == 0
+    assert len(picked()) == 44
+
+
+def test_a_missing_decoder_is_no_unreadable_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "PIL"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert run("--data", "pictures", "--keep", 5) == cli.USER_MISTAKE
+    assert "which is missing; pip install 'duel-ssl[pick]'" in capsys.readouterr().err
+    for residency in ("device", "stream"):
+        with pytest.raises(ModuleNotFoundError, match="PIL"):
+            duel.data.load("pictures", image_size=8, residency=residency)
 
 
 def test_the_kept_images_can_be_trained_on() -> None:
@@ -305,7 +367,7 @@ def test_a_second_interruption_ends_it_at_once(
     [
         (("--keep", 0), "--keep must be >= 1, got 0"),
         (("--keep", 44), "pictures has 44 pictures, so there is no choosing 44 of them"),
-        (("--keep", 5, "--image-size", 0), "must be >= 1, got 0"),
+        (("--keep", 5, "--image-size", 7), "--image-size must be >= 8, got 7"),
         (("--keep", 5, "--alike", 1.5), "must be a cosine above 0 and at most 1, got 1.5"),
         (("--keep", 5, "--policy", "minred", "--score", "linear"), "policy minred has no score"),
         (("--keep", 5, "--score", "sharp"), "sharp"),

@@ -326,7 +326,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in TRAINING_PACKAGES:
             raise
-        print(f"duel: error: this needs {error.name}, which is missing; pip install 'duel-ssl[train]'", file=sys.stderr)
+        extra = "pick" if args[:1] == ["pick"] and error.name == "PIL" else "train"
+        print(
+            f"duel: error: this needs {error.name}, which is missing; pip install 'duel-ssl[{extra}]'", file=sys.stderr
+        )
         return USER_MISTAKE
     except KeyboardInterrupt as stop:
         print(": ".join(["duel: interrupted", *map(str, stop.args)]), file=sys.stderr)

@@ -86,7 +86,7 @@ class TrainConfig:
 
     # Encoder -----------------------------------------------------------------------------------------------
     backbone: str = "resnet18"
-    """Any timm name, or convnet: a small one for 8x8 images."""
+    """Any timm name, or convnet: a small one, for small images or a CPU."""
     stem: Literal["auto", "small", "full"] = "auto"
     """small: 3x3 stride 1 and no max-pool (ResNets on small images). auto: small up to 64 pixels."""
     pretrained: bool = False

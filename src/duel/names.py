@@ -16,6 +16,8 @@ LIVE = "-"
 POLICIES = ("duel", "fifo", "reservoir", "random", "distinct", "dedup", "minred", "adaptive", "oracle")
 #: Those that compare nothing.
 BLIND_POLICIES = ("fifo", "reservoir", "random", "distinct", "oracle")
+#: Of a thumbnail, in pixels. docs/decisions.md has how well other sides tell frames of an image from other images.
+THUMBNAIL_SIDE = 8
 #: Methods without negatives: a memory can only give them their batches.
 NEGATIVE_FREE = ("simsiam", "byol")
 

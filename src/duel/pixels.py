@@ -12,9 +12,8 @@ from torch.nn.functional import adaptive_avg_pool2d, normalize, pad
 
 from .checks import check_tensor
 from .errors import UserError
+from .names import THUMBNAIL_SIDE as SIDE
 
-SIDE = 8
-"""In pixels. docs/decisions.md has how well other sides tell frames of an image from other images."""
 FLOOR = 2 / 255
 """Contrast, of a range of 0 to 1, that noise may have: with less a thumbnail is that of a plain area."""
 

@@ -145,12 +145,9 @@ def own_split(folder: Path, paths: list[Path], labels: Tensor) -> tuple[Tensor, 
     return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()
 
 
-def _class_folders(folder: Path) -> list[Path]:
-    """Subfolders, if every image lies in one."""
-    entries = sorted(p for p in folder.iterdir() if not p.name.startswith((".", "__")))
-    if any(p.is_file() and p.suffix.lower() in EXTENSIONS for p in entries):
-        return []
-    return [p for p in entries if p.is_dir()]
+def _subfolders(folder: Path) -> list[str]:
+    """Their names, sorted. They are classes if every image lies in one."""
+    return sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith((".", "__")))
 
 
 def scan(
@@ -168,7 +165,13 @@ def scan(
     if tell and (again := sum(len(group) - 1 for group in copies(paths))):
         are = "is a copy of another" if again == 1 else "are copies of others"
         warnings.warn(f"{folder}: {again:,} of {len(paths):,} files {are}, byte for byte", Notice, stacklevel=2)
-    groups: dict[str, list[Path]] = {p.name: [] for p in _class_folders(folder)} if labelled else {}
+    subfolders = _subfolders(folder) if labelled else []
+    beside = sum(path.parent == folder for path in paths)
+    if tell and 0 < 2 * beside < len(paths) and len(subfolders) > 1:
+        lie = "1 picture lies" if beside == 1 else f"{beside:,} pictures lie"
+        told = f"{folder}: its subfolders are not taken for classes, since {lie} beside them"
+        warnings.warn(told, Notice, stacklevel=2)
+    groups: dict[str, list[Path]] = {name: [] for name in subfolders if not beside}
     for path in paths:
         if (name := path.parts[len(folder.parts)]) in groups:
             groups[name].append(path)

@@ -36,7 +36,8 @@ PREPARED = (
 def decode(path: Path | str, size: int) -> Tensor:
     """One file -> uint8 (3, size, size): upright (EXIF), RGB, on white, shorter side resized to size, central square.
 
-    Raises whatever the decoder raises: callers take every Exception to mean "unreadable".
+    Raises whatever the decoder raises: callers take every Exception to mean "unreadable", but for those that say that
+    there is no memory left or no decoder installed.
     """
     from PIL import Image, ImageOps
 
@@ -73,6 +74,8 @@ class FolderSource:
         image_size: int,
         skipped: tuple[str, ...] = (),
     ) -> None:
+        from PIL import Image  # noqa: F401  # told now if it is missing: not by a worker, as one file after the other
+
         self.paths = _names(paths)
         self.labels, self.name, self.classes, self.skipped = labels, name, classes, skipped
         self.shape = (3, image_size, image_size)
@@ -102,7 +105,7 @@ class FolderSource:
                     if item in self._bad:
                         raise OSError("found unreadable before")
                     decoded[item] = decode(str(self.paths[item]), self.shape[1])
-                except MemoryError:
+                except (MemoryError, ModuleNotFoundError):
                     raise
                 except Exception as error:
                     if item not in self._bad:
@@ -225,7 +228,7 @@ def _decode_all(paths: list[Path], size: int, name: str) -> tuple[Tensor, Tensor
     def attempt(path: Path) -> Tensor | str:
         try:
             return decode(path, size)
-        except MemoryError:
+        except (MemoryError, ModuleNotFoundError):
             raise
         except Exception as error:
             return _reason(error)

@@ -17,8 +17,8 @@ from torch import Tensor
 from ..checkpoint import atomic
 from ..contents import write_table
 from ..data import FolderSource, LiveStream, Source, load
+from ..data.files import scan
 from ..data.live import StreamEnded, standard_input
-from ..data.sources import Residency
 from ..data.stream import batches
 from ..errors import Notice, UserError, writing
 from ..inputs import files_of
@@ -43,6 +43,8 @@ class Found(NamedTuple):
 
     seen: int
     kept: int
+    different: int
+    """Of those kept, as many of which no two are alike."""
     alike_kept: int
     """Of those kept how many are like another."""
     alike_left: int | None
@@ -80,16 +82,12 @@ def nearest(vectors: Tensor, kept: Tensor, own: Tensor) -> Nearest:
 def pick_of_set(asked: Pick) -> Found:
     """Of a folder or of arrays: all are offered once, in a random order, and no file is read twice."""
     device = resolve_device(asked.device)
-    # files are decoded as they are needed, not all at first
-    residency: Residency = "stream" if Path(asked.data).expanduser().is_dir() else "auto"
-    source = load(
-        asked.data, root=asked.root, image_size=asked.image_size, residency=residency, labelled=asked.labelled
-    )
+    source = _source(asked)
     n = len(source)
-    if asked.keep >= n:
+    if asked.keep >= n and asked.policy != "dedup":
         raise UserError(f"{asked.data} has {n:,} pictures, so there is no choosing {asked.keep:,} of them")
     order = torch.randperm(n, generator=torch.Generator().manual_seed(asked.seed))
-    memory = _memory(asked, source.shape, device)
+    memory = _memory(asked, source.shape, device, most=n)
     line = torch.full((n,), -1)  # 0 of those that could be read, then their lines in the answer
     vectors = torch.empty(n, memory.dim, device=device)
     with _progress() as bar:
@@ -102,13 +100,14 @@ def pick_of_set(asked: Pick) -> Found:
             bar.advance(task, len(ids))
     shown = (line == 0).nonzero().squeeze(1)
     line[shown] = torch.arange(len(shown))
-    held = memory["id"].cpu()
+    slots = _kept(asked, memory)
+    held = memory["id"][slots].cpu()
     own = torch.full((n,), -1)
     own[held] = torch.arange(len(held))
-    found = nearest(vectors[shown.to(device)], memory.embeddings, own[shown].to(device))
+    found = nearest(vectors[shown.to(device)], memory.embeddings[slots], own[shown].to(device))
     names: Sequence[object] = files_of(source) or range(n)
     lines = _lines([names[i] for i in shown.tolist()], own[shown] >= 0, [names[i] for i in held.tolist()], found)
-    return _write(asked, lines, memory, line[held], found, own[shown] >= 0)
+    return _write(asked, lines, memory, slots, line[held], found, own[shown] >= 0)
 
 
 def pick_of_stream(asked: Pick) -> Found:
@@ -128,11 +127,29 @@ def pick_of_stream(asked: Pick) -> Found:
         raise KeyboardInterrupt("at once, so that nothing is written") from error
     if memory is None:
         raise UserError("the stream ended before there was a frame")
-    kept, slots = (t.cpu() for t in memory["id"].sort())
-    rows = memory.embeddings[slots.to(device)]
+    slots = _kept(asked, memory)
+    slots = slots[memory["id"][slots].argsort()]
+    kept, rows = memory["id"][slots].cpu(), memory.embeddings[slots]
     found = nearest(rows, rows, torch.arange(len(rows), device=device))
     lines = _lines(kept.tolist(), kept >= 0, kept.tolist(), found)
-    return _write(asked, lines, memory, memory["id"].cpu(), found, kept >= 0)._replace(seen=seen, alike_left=None)
+    return _write(asked, lines, memory, slots, kept, found, kept >= 0)._replace(seen=seen, alike_left=None)
+
+
+def _source(asked: Pick) -> Source:
+    """Of a folder all images below it, which are decoded when they are needed."""
+    folder = Path(asked.data).expanduser()
+    if folder.is_dir() and not asked.labelled:
+        paths, _, _ = scan(folder, None, tell=True, labelled=False)
+        return FolderSource(paths, None, name=str(folder), classes=(), image_size=asked.image_size)
+    return load(asked.data, root=asked.root, image_size=asked.image_size, labelled=asked.labelled)
+
+
+def _kept(asked: Pick, memory: WorkingMemory) -> Tensor:
+    """Slots, int64 (k,): all, but of policy dedup only those that are no copies."""
+    slots = torch.arange(len(memory), device=memory.device)
+    if asked.policy != "dedup":
+        return slots
+    return slots[~Dedup(alike=asked.alike).alike_any(memory.embeddings, memory.embeddings, earlier=True)]
 
 
 def _until(stop: StopRequest, frames: Iterable[Any]) -> Iterator[Any]:
@@ -153,36 +170,43 @@ def _to_the_last(frames: LiveStream) -> Iterator[tuple[Tensor, Tensor]]:
         yield images, ids
 
 
-def _lines(
-    names: Sequence[object], kept: Tensor, held: Sequence[object], found: Nearest
-) -> Iterator[tuple[object, ...]]:
+def _lines(names: Sequence[object], kept: Tensor, held: Sequence[object], found: Nearest) -> Iterator[Sequence[object]]:
     """Of the answer. names: of all; held: of what is kept, as `found` numbers it."""
-    for name, is_kept, place, cosine in zip(
-        names, kept.tolist(), found.place.tolist(), found.cosine.tolist(), strict=True
-    ):
-        yield name, int(is_kept), "" if place < 0 else held[place], f"{cosine:.3f}"
+    columns = (kept.int().tolist(), found.place.tolist(), found.cosine.tolist())
+    for name, is_kept, place, cosine in zip(names, *columns, strict=True):
+        yield name, is_kept, *(("", "") if place < 0 else (held[place], f"{cosine:.3f}"))
 
 
 def _write(
     asked: Pick,
     lines: Iterable[Sequence[object]],
     memory: WorkingMemory,
+    slots: Tensor,
     numbers: Tensor,
     found: Nearest,
     kept: Tensor,
 ) -> Found:
-    """numbers: of the pictures in the slots, as they are in the file of images."""
-    if len(memory) < asked.keep:
+    """slots: those kept; numbers: of the pictures in them, as they are in the file of images."""
+    if len(memory) < asked.keep and asked.policy != "dedup":
         few = f"there were {len(memory):,} pictures, fewer than the {asked.keep:,} to keep"
         warnings.warn(few, Notice, stacklevel=2)
     if (path := asked.image_file) is not None:  # first: of a stream there is nothing else
         order = numbers.argsort()
-        images = memory["image"][order.to(memory.device)].permute(0, 2, 3, 1).cpu().numpy()
+        images = memory["image"][slots[order.to(memory.device)]].permute(0, 2, 3, 1).cpu().numpy()
         with writing(path, "give another file"), atomic(path) as partial, partial.open("wb") as file:
             np.savez(file, images=images, picture=numbers[order].numpy())
     write_table(Path(asked.out), ("picture", "kept", "like", "cosine"), lines)
     alike = (found.cosine >= asked.alike - ROUNDING).cpu()
-    return Found(len(kept), int(kept.sum()), int((alike & kept).sum()), int((alike & ~kept).sum()), path)
+    rows = memory.embeddings[slots]
+    copies = Dedup(alike=asked.alike - ROUNDING).alike_any(rows, rows, earlier=True)
+    return Found(
+        seen=len(kept),
+        kept=len(slots),
+        different=int((~copies).sum()),
+        alike_kept=int((alike & kept).sum()),
+        alike_left=int((alike & ~kept).sum()),
+        images=path,
+    )
 
 
 def _policy(asked: Pick) -> Policy:
@@ -193,11 +217,14 @@ def _policy(asked: Pick) -> Policy:
     return MinRed() if asked.policy == "minred" else Reservoir(seed=asked.seed)
 
 
-def _memory(asked: Pick, shape: tuple[int, ...], device: torch.device) -> WorkingMemory:
+def _memory(asked: Pick, shape: tuple[int, ...], device: torch.device, *, most: int | None = None) -> WorkingMemory:
+    """most: pictures that there are."""
     payload: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"id": ((), torch.int64)}
     if asked.image_file is not None:
         payload["image"] = (shape, torch.uint8)
-    return WorkingMemory(size=asked.keep, dim=length(shape[0]), policy=_policy(asked), payload=payload).to(device)
+    return WorkingMemory(
+        size=min(asked.keep, most or asked.keep), dim=length(shape[0]), policy=_policy(asked), payload=payload
+    ).to(device)
 
 
 def _image(memory: WorkingMemory, images: Tensor) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Literal
 
 from ..errors import UserError, check_seed, check_writable
 from ..names import LIVE, NAMED_DATA, score_parts
+from ..names import THUMBNAIL_SIDE as SIDE
 
 #: The score by which the most of many originals were kept (docs/decisions.md).
-SCORE = "exponential:0.02"
+SCORE = "exponential:0.035"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +30,10 @@ class Pick:
     """
 
     data: str
-    """A folder of images (with all subfolders; of one with train/ that part), a .npz or .npy file, a named data set, or
+    """A folder of images (with all subfolders), a .npz or .npy file, a named data set, or
     - for raw RGB frames of image_size that are piped in."""
     keep: int
-    """How many to keep."""
+    """How many to keep; with policy dedup at most so many. Where some of those kept are called alike, fewer will do."""
     out: str = "picked.csv"
     """File for the answer: a line for each picture, whether it is kept, the kept one that it is most like, and the
     cosine of their thumbnails. Of a stream only those kept, by their numbers."""
@@ -68,12 +69,14 @@ class Pick:
         like = f"like another that is kept (cosine {self.alike:g} or more)"
         left = "" if found.alike_left is None else f"{found.alike_left:,} of the {found.left:,} left out are {like}; "
         print(f"{left}{found.alike_kept:,} of those kept are{f' {like}' if not left else ''}")
+        if found.alike_kept:
+            print(f"no two alike among {found.different:,} of those kept: --keep {found.different} would do")
         return 0
 
     def _check(self) -> None:
-        for name in ("keep", "image_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name, least in (("keep", 1), ("image_size", SIDE)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} must be >= {least}, got {getattr(self, name)}")
         if not 0 < self.alike <= 1:
             raise UserError(f"alike must be a cosine above 0 and at most 1, got {self.alike:g}")
         check_seed(self.seed)
@@ -100,5 +103,5 @@ class Pick:
 
     @property
     def labelled(self) -> bool:
-        """Subfolders are not looked at as classes; named sets are taken as they are."""
+        """Named sets are taken as they are; the labels of arrays are of no use."""
         return self.data in NAMED_DATA
