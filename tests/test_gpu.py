@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import normalize
 
 from duel import WorkingMemory
 from duel.errors import UserError
+from duel.picking.command import Pick
 from duel.policies import AdaptiveDuel, Dedup, Distinct, Duel, Fifo, MinRed, Oracle, Random, Reservoir
 from duel.replacement import fused, replace
 from pools import clusters, isotropic, judge, lattice, rounding
@@ -172,3 +177,21 @@ def test_filling_skips_bad_rows():
     assert memory.update(rows).tolist() == [0, 1, -1, 2, 3, 4]
     assert len(memory) == 5
     assert torch.isfinite(memory.embeddings).all()
+
+
+def test_picking_keeps_what_it_keeps_on_a_cpu(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (600, 8, 8, 3), dtype=np.uint8)
+    np.savez(tmp_path / "some.npz", images=images.repeat(2, 0))
+    kept = {}
+    for device in ("cpu", "cuda"):
+        out, chosen = tmp_path / f"{device}.csv", tmp_path / f"{device}.npz"
+        asked = Pick(
+            data=str(tmp_path / "some.npz"), keep=200, image_size=8, out=str(out), images=str(chosen), device=device
+        )
+        assert asked.run() == 0
+        with open(out, newline="") as file:
+            kept[device] = {line["picture"] for line in csv.DictReader(file) if line["kept"] == "1"}
+        with np.load(chosen) as found:
+            assert {str(number) for number in found["picture"]} == kept[device]
+            assert np.array_equal(found["images"], images.repeat(2, 0)[found["picture"]])
+    assert len(kept["cpu"] & kept["cuda"]) >= 190  # cosines round differently
