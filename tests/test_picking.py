@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import signal
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from duel import cli
 from duel.data import folder
 from duel.data.live import LiveStream
 from duel.picking import choosing
-from duel.picking.choosing import BATCH, nearest
+from duel.picking.choosing import BATCH, nearest, unlike
 
 ORIGINALS, COPIES = 12, 6
 
@@ -91,7 +92,7 @@ def test_it_keeps_what_a_memory_of_that_policy_holds(policy: str) -> None:
     made = {
         "duel": duel.policies.Duel(score="exponential:0.035", admit="compete"),
         "minred": duel.policies.MinRed(),
-        "dedup": duel.policies.Dedup(seed=3),
+        "dedup": duel.policies.Reservoir(seed=3),  # no two of them are alike
         "reservoir": duel.policies.Reservoir(seed=3),
     }
     channels_first = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
@@ -173,6 +174,84 @@ def test_a_threshold_keeps_at_most_so_many_and_no_copies(capsys: pytest.CaptureF
         assert not said.err
 
 
+def pan(frames: int) -> NDArray[np.uint8]:
+    """Of a wide scene, each frame a little to the right of the one before, and in the end all of it another."""
+    wide = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 100, 3), dtype=np.uint8))
+    scene = np.asarray(wide.resize((1600, 128), Image.Resampling.BICUBIC))
+    return np.stack([scene[::8, 2 * i : 2 * i + 128 : 8] for i in range(frames)])
+
+
+def greedy(vectors: torch.Tensor, alike: float = 0.9) -> list[int]:
+    found: list[int] = []
+    for i in range(len(vectors)):
+        if not found or float((vectors[found] @ vectors[i]).max()) < alike:
+            found.append(i)
+    return found
+
+
+@pytest.mark.parametrize("held", [0, 5])
+def test_what_is_like_only_what_is_left_out_stays(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, in blocks too."""
+    rows = duel.thumbnails(torch.from_numpy(pan(700)).permute(0, 3, 1, 2).contiguous())
+    assert (rows[1:] * rows[:-1]).sum(1).min() > 0.94
+    before = greedy(rows[-40:])[:held]
+    given = rows[-40:][before]
+    expected = [i - held for i in greedy(torch.cat([given, rows[:600]]))[held:]]
+    assert len(expected) > 20
+    for elements in (choosing._ELEMENTS, 3 * BATCH):
+        monkeypatch.setattr(choosing, "_ELEMENTS", elements)
+        assert unlike(rows[:600], 0.9, given).nonzero().squeeze(1).tolist() == expected
+
+
+def test_a_threshold_keeps_frames_of_all_of_a_slow_pan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frames = pan(700)
+    rows = duel.thumbnails(torch.from_numpy(frames).permute(0, 3, 1, 2).contiguous())
+    kept = []
+    for keep in (10, 20, 1000):
+        monkeypatch.setattr(sys, "stdin", Pipe(frames.tobytes()))
+        options = ("--image-size", 16, "--keep", keep, "--policy", "dedup", "--out", f"{keep}.csv")
+        assert run("--data", "-", *options) == 0
+        kept.append([int(name) for name in picked(f"{keep}.csv")])
+        cosines = rows[kept[-1]] @ rows[kept[-1]].T
+        assert float(cosines.fill_diagonal_(-1).max()) < 0.9
+        assert capsys.readouterr().out.endswith("0 of those kept are like another that is kept (cosine 0.9 or more)\n")
+    assert [len(numbers) for numbers in kept] == [10, 20, len(greedy(rows))]
+    assert kept[2] == greedy(rows)
+    assert kept[0][-1] > 350  # not only of the beginning
+
+
+def test_how_many_would_do_is_what_a_threshold_would_keep_of_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frames = pan(700)
+    rows = duel.thumbnails(torch.from_numpy(frames).permute(0, 3, 1, 2).contiguous())
+    monkeypatch.setattr(sys, "stdin", Pipe(frames.tobytes()))
+    assert run("--data", "-", "--image-size", 16, "--keep", 300) == 0
+    enough = int(re.findall(r"--keep (\d+) would do", capsys.readouterr().out)[0])
+    assert abs(enough - len(greedy(rows))) < 0.35 * len(greedy(rows))
+
+
+def test_a_memory_that_would_not_fit_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(choosing, "total_memory", lambda: 10**9)
+    monkeypatch.setattr(sys, "stdin", Pipe(shots(1, 1, side=8).tobytes()))
+    assert run("--data", "-", "--image-size", 8, "--keep", 2_000_000) == cli.USER_MISTAKE
+    assert "keep 2,000,000 would take 2 GiB, and there are 1; take fewer" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_readable_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad").mkdir()
+    for i in range(5):
+        Path("bad", f"{i}.png").write_bytes(b"no picture")
+    assert run("--data", "bad", "--keep", 2) == cli.USER_MISTAKE
+    said = capsys.readouterr().err
+    assert "no readable image left of any kind in 'bad'" in said
+    assert "Traceback" not in said
+
+
 def test_too_many_are_told_to_be_too_many(capsys: pytest.CaptureFixture[str]) -> None:
     pictures()
     assert run("--data", "pictures", "--keep", 30) == 0
@@ -238,11 +317,15 @@ def test_all_are_kept_where_too_few_can_be_read(capsys: pytest.CaptureFixture[st
     assert [line["kept"] for line in picked().values()] == ["1"] * 44
 
 
-def test_exact_copies_are_alike_at_the_highest_threshold(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("policy", "keep"), [("duel", 100), ("dedup", 150)])
+def test_exact_copies_are_alike_at_the_highest_threshold(
+    policy: str, keep: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     images = np.random.default_rng(0).integers(0, 256, (100, 8, 8, 3), dtype=np.uint8)
     np.savez("some.npz", images=images.repeat(2, 0))
-    assert run("--data", "some.npz", "--keep", 100, "--image-size", 8, "--alike", 1) == 0
+    assert run("--data", "some.npz", "--keep", keep, "--image-size", 8, "--alike", 1, "--policy", policy) == 0
     assert "100 of the 100 left out are like another" in capsys.readouterr().out
+    assert run("--data", "some.npz", "--keep", 9, "--image-size", 8, "--alike", 1e-7, "--out", "low.csv") == 0
 
 
 def test_a_named_set_has_numbers() -> None:

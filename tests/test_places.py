@@ -293,19 +293,16 @@ def test_files_of_a_folder_that_is_called_otherwise_are_listed_where_they_are(to
         assert all(Path(row["file"]).is_file() for row in csv.DictReader(file))
 
 
-def test_weights_of_another_network_are_told_to_be_such() -> None:
+@pytest.mark.parametrize("change", [{"dim": 24}, {"backbone": "resnet18"}])
+def test_weights_of_another_network_are_told_to_be_such(change: dict[str, Any]) -> None:
     """As those of an older version may be, by whose settings another one was built."""
     go(small(), until=0.0)
-    meta = Path("run", runs.CONFIG)
-    wider = json.loads(meta.read_text())
-    wider["dim"] = 24
-    meta.write_text(json.dumps(wider))
-    with pytest.raises(
-        UserError, match=r"the weights in run are of another network .* \(run/run.json has its commit\)"
-    ):
+    config = Path("run", runs.CONFIG)
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(UserError, match=r"the weights in run are of another network .* \(run/run.json has its commit"):
         load_trained("run")
     with pytest.raises(UserError, match="of another network"):
-        go(dataclasses.replace(small(), dim=24), resume=True)
+        go(dataclasses.replace(small(), **change), resume=True)
 
 
 def test_other_errors_of_loading_are_not_hidden() -> None:

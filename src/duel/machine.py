@@ -46,6 +46,14 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def total_memory() -> int | None:
+    """Of this machine, in bytes, where the system says it."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
 def in_bf16(precision: str, device: torch.device) -> bool:
     """What auto, fp32 or bf16 means on a device."""
     return precision == "bf16" or (precision == "auto" and device.type == "cuda")

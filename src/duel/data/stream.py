@@ -164,17 +164,21 @@ def _moved(images: Tensor, down: Tensor, right: Tensor) -> Tensor:
     return images.flatten(2).gather(2, where).view(b, c, h, w)
 
 
-class _Reader(Dataset[tuple[Tensor, Tensor, dict[int, str]]]):
-    """What a worker does: one list of ids -> (images, ids shown, unreadable files)."""
+class _Reader(Dataset[Any]):
+    """What a worker does: one list of ids -> (images, ids shown, unreadable files), or a mistake that the user can
+    mend, which would come wrapped in the worker's traceback if it were raised there."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def __getitem__(self, batch: list[int]) -> tuple[Tensor, Tensor, dict[int, str]]:
+    def __getitem__(self, batch: list[int]) -> tuple[Tensor, Tensor, dict[int, str]] | UserError:
         ids = torch.tensor(batch)
-        if isinstance(self.source, FolderSource):
-            return self.source.read(ids)
-        return self.source.images(ids), ids, {}
+        try:
+            if isinstance(self.source, FolderSource):
+                return self.source.read(ids)
+            return self.source.images(ids), ids, {}
+        except UserError as error:
+            return error
 
 
 def _quiet_worker(_: int) -> None:
@@ -204,7 +208,10 @@ def _read_ahead(
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # unused, but without it the loader advances the global random state
     )
-    return iter(loader)
+    for item in loader:
+        if isinstance(item, UserError):
+            raise item
+        yield item
 
 
 class Stream:

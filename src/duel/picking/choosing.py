@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,10 +23,10 @@ from ..data.live import StreamEnded, standard_input
 from ..data.stream import batches
 from ..errors import Notice, UserError, writing
 from ..inputs import files_of
-from ..machine import resolve_device
+from ..machine import resolve_device, total_memory
 from ..memory import WorkingMemory
 from ..pixels import length, thumbnails
-from ..policies import Dedup, Duel, MinRed, Policy, Reservoir
+from ..policies import Duel, MinRed, Policy, Reservoir
 from ..signals import StopRequest, StopWaiting
 
 if TYPE_CHECKING:
@@ -79,6 +80,28 @@ def nearest(vectors: Tensor, kept: Tensor, own: Tensor) -> Nearest:
     return Nearest(torch.cat(places), torch.cat(cosines))
 
 
+def unlike(rows: Tensor, alike: float, held: Tensor | None = None) -> Tensor:
+    """bool (n,): which of these unit rows are like none that is held (m, d), nor an earlier one of which that is true.
+
+    So of a scene that changes slowly more than one frame is among them.
+    """
+    least = alike - ROUNDING
+    found = torch.empty(len(rows), dtype=torch.bool)
+    taken = rows[:0] if held is None else held
+    for start in range(0, len(rows), BATCH):
+        part = rows[start : start + BATCH]
+        free = torch.ones(len(part), dtype=torch.bool, device=rows.device)
+        for others in taken.split(max(1, _ELEMENTS // BATCH)):
+            free &= ~(part @ others.T >= least).any(1)
+        good, like = free.cpu().numpy(), (part @ part.T >= least).cpu().numpy()
+        for i in good.nonzero()[0]:
+            if good[i]:
+                good[i + 1 :] &= ~like[i, i + 1 :]
+        found[start : start + BATCH] = torch.from_numpy(good)
+        taken = torch.cat([taken, part[torch.from_numpy(good).to(rows.device)]])
+    return found.to(rows.device)
+
+
 def pick_of_set(asked: Pick) -> Found:
     """Of a folder or of arrays: all are offered once, in a random order, and no file is read twice."""
     device = resolve_device(asked.device)
@@ -96,18 +119,17 @@ def pick_of_set(asked: Pick) -> Found:
             images, ids = _readable(source, images, ids)
             vectors[ids] = rows = thumbnails(images)
             line[ids.cpu()] = 0
-            memory.update(rows, id=ids, **_image(memory, images))
+            _offer(asked, memory, rows, images, ids)
             bar.advance(task, len(ids))
     shown = (line == 0).nonzero().squeeze(1)
     line[shown] = torch.arange(len(shown))
-    slots = _kept(asked, memory)
-    held = memory["id"][slots].cpu()
+    held = memory["id"].cpu()
     own = torch.full((n,), -1)
     own[held] = torch.arange(len(held))
-    found = nearest(vectors[shown.to(device)], memory.embeddings[slots], own[shown].to(device))
+    found = nearest(vectors[shown.to(device)], memory.embeddings, own[shown].to(device))
     names: Sequence[object] = files_of(source) or range(n)
     lines = _lines([names[i] for i in shown.tolist()], own[shown] >= 0, [names[i] for i in held.tolist()], found)
-    return _write(asked, lines, memory, slots, line[held], found, own[shown] >= 0)
+    return _write(asked, lines, memory, line[held], found, own[shown] >= 0)
 
 
 def pick_of_stream(asked: Pick) -> Found:
@@ -120,19 +142,18 @@ def pick_of_stream(asked: Pick) -> Found:
             task = bar.add_task("picking", total=None)
             for images, ids in _to_the_last(frames):
                 memory = memory or _memory(asked, tuple(images.shape[1:]), device)
-                memory.update(thumbnails(images), id=ids, **_image(memory, images))
+                _offer(asked, memory, thumbnails(images), images, ids)
                 bar.advance(task, len(ids))
             seen = int(bar.tasks[task].completed)
     except KeyboardInterrupt as error:  # the second one
         raise KeyboardInterrupt("at once, so that nothing is written") from error
     if memory is None:
         raise UserError("the stream ended before there was a frame")
-    slots = _kept(asked, memory)
-    slots = slots[memory["id"][slots].argsort()]
+    slots = memory["id"].argsort()
     kept, rows = memory["id"][slots].cpu(), memory.embeddings[slots]
     found = nearest(rows, rows, torch.arange(len(rows), device=device))
     lines = _lines(kept.tolist(), kept >= 0, kept.tolist(), found)
-    return _write(asked, lines, memory, slots, kept, found, kept >= 0)._replace(seen=seen, alike_left=None)
+    return _write(asked, lines, memory, memory["id"].cpu(), found, kept >= 0)._replace(seen=seen, alike_left=None)
 
 
 def _source(asked: Pick) -> Source:
@@ -144,12 +165,13 @@ def _source(asked: Pick) -> Source:
     return load(asked.data, root=asked.root, image_size=asked.image_size, labelled=asked.labelled)
 
 
-def _kept(asked: Pick, memory: WorkingMemory) -> Tensor:
-    """Slots, int64 (k,): all, but of policy dedup only those that are no copies."""
-    slots = torch.arange(len(memory), device=memory.device)
-    if asked.policy != "dedup":
-        return slots
-    return slots[~Dedup(alike=asked.alike).alike_any(memory.embeddings, memory.embeddings, earlier=True)]
+def _offer(asked: Pick, memory: WorkingMemory, rows: Tensor, images: Tensor, ids: Tensor) -> None:
+    """To the memory, by policy dedup only what is like nothing in it."""
+    if asked.policy == "dedup":
+        good = unlike(rows, asked.alike, memory.embeddings)
+        rows, images, ids = rows[good], images[good], ids[good]
+    image = {"image": images} if "image" in memory.payload else {}
+    memory.update(rows, evicted=False, id=ids, **image)
 
 
 def _until(stop: StopRequest, frames: Iterable[Any]) -> Iterator[Any]:
@@ -181,28 +203,25 @@ def _write(
     asked: Pick,
     lines: Iterable[Sequence[object]],
     memory: WorkingMemory,
-    slots: Tensor,
     numbers: Tensor,
     found: Nearest,
     kept: Tensor,
 ) -> Found:
-    """slots: those kept; numbers: of the pictures in them, as they are in the file of images."""
+    """numbers: of the pictures in the slots, as they are in the file of images."""
     if len(memory) < asked.keep and asked.policy != "dedup":
         few = f"there were {len(memory):,} pictures, fewer than the {asked.keep:,} to keep"
         warnings.warn(few, Notice, stacklevel=2)
     if (path := asked.image_file) is not None:  # first: of a stream there is nothing else
         order = numbers.argsort()
-        images = memory["image"][slots[order.to(memory.device)]].permute(0, 2, 3, 1).cpu().numpy()
+        images = memory["image"][order.to(memory.device)].permute(0, 2, 3, 1).cpu().numpy()
         with writing(path, "give another file"), atomic(path) as partial, partial.open("wb") as file:
             np.savez(file, images=images, picture=numbers[order].numpy())
     write_table(Path(asked.out), ("picture", "kept", "like", "cosine"), lines)
     alike = (found.cosine >= asked.alike - ROUNDING).cpu()
-    rows = memory.embeddings[slots]
-    copies = Dedup(alike=asked.alike - ROUNDING).alike_any(rows, rows, earlier=True)
     return Found(
         seen=len(kept),
-        kept=len(slots),
-        different=int((~copies).sum()),
+        kept=len(memory),
+        different=int(unlike(memory.embeddings, asked.alike).sum()),
         alike_kept=int((alike & kept).sum()),
         alike_left=int((alike & ~kept).sum()),
         images=path,
@@ -212,9 +231,7 @@ def _write(
 def _policy(asked: Pick) -> Policy:
     if asked.policy == "duel":  # a copy of what is held once must not take the place of something else
         return Duel(score=asked.score, admit="compete")
-    if asked.policy == "dedup":
-        return Dedup(alike=asked.alike, seed=asked.seed)
-    return MinRed() if asked.policy == "minred" else Reservoir(seed=asked.seed)
+    return MinRed() if asked.policy == "minred" else Reservoir(seed=asked.seed)  # dedup: of what `_offer` lets through
 
 
 def _memory(asked: Pick, shape: tuple[int, ...], device: torch.device, *, most: int | None = None) -> WorkingMemory:
@@ -222,13 +239,13 @@ def _memory(asked: Pick, shape: tuple[int, ...], device: torch.device, *, most: 
     payload: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"id": ((), torch.int64)}
     if asked.image_file is not None:
         payload["image"] = (shape, torch.uint8)
-    return WorkingMemory(
-        size=min(asked.keep, most or asked.keep), dim=length(shape[0]), policy=_policy(asked), payload=payload
-    ).to(device)
-
-
-def _image(memory: WorkingMemory, images: Tensor) -> dict[str, Any]:
-    return {"image": images} if "image" in memory.payload else {}
+    size, dim = min(asked.keep, most or asked.keep), length(shape[0])
+    needed, there = size * (4 * dim + math.prod(shape) * ("image" in payload)), total_memory()
+    if there is not None and needed > there:
+        raise UserError(
+            f"keep {asked.keep:,} would take {needed / 2**30:,.0f} GiB, and there are {there / 2**30:,.0f}; take fewer"
+        )
+    return WorkingMemory(size=size, dim=dim, policy=_policy(asked), payload=payload).to(device)
 
 
 def _readable(source: Source, images: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

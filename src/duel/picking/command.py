@@ -41,8 +41,8 @@ class Pick:
     """File (.npz) for the kept images themselves, central squares of image_size, as `duel train --data` takes them, and
     their numbers: of frames, or of lines of the answer, from 0. Of a stream by default beside the answer."""
     policy: Literal["duel", "minred", "dedup", "reservoir"] = "duel"
-    """Who leaves: who has the most duplicates (duel); who is closest to another (minred); of those that are no copies a
-    sample is kept (dedup); a sample of all (reservoir)."""
+    """Who leaves: who has the most duplicates (duel); who is closest to another (minred). Or a sample is kept, of those
+    that are not alike (dedup) or of all (reservoir)."""
     score: str = SCORE
     """Policy duel: from cosine to probability of being a duplicate; sharper ones look at the nearest alone."""
     alike: float = 0.9

@@ -57,13 +57,13 @@ class Dedup(Ageless):
     def filled(self, memory: WorkingMemory) -> None:
         rows = memory.compared
         self.numbers.copy_(self._numbers(rows))
-        self.copies.copy_(self.alike_any(rows, rows, earlier=True))
+        self.copies.copy_(self._alike_any(rows, rows, earlier=True))
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
         held, size = memory.compared, memory.size
         rows = incoming.to(held.dtype)
         numbers = torch.cat([self.numbers, self._numbers(rows)])  # (K + B,)
-        copy = self.alike_any(rows, held) | self.alike_any(rows, rows, earlier=True)
+        copy = self._alike_any(rows, held) | self._alike_any(rows, rows, earlier=True)
         copies = torch.cat([self.copies, copy])
         absent = torch.zeros_like(copies)
         absent[size:] = ~takes_part(incoming)
@@ -79,7 +79,7 @@ class Dedup(Ageless):
         """int64 (n,), of their vectors."""
         return digest(self.seed, (widened(rows, torch.float32) + 0.0).view(torch.int32))  # + 0.0: -0.0 is 0.0
 
-    def alike_any(self, rows: Tensor, others: Tensor, *, earlier: bool = False) -> Tensor:
+    def _alike_any(self, rows: Tensor, others: Tensor, *, earlier: bool = False) -> Tensor:
         """bool (n,): whether a row is like any of the others (m, d), or, of the same rows, like an earlier one."""
         rows, others = (widened(part, torch.promote_types(part.dtype, torch.float32)) for part in (rows, others))
         found = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
