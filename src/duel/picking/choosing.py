@@ -136,8 +136,9 @@ def pick_of_stream(asked: Pick) -> Found:
     """Of frames as they come, until they end or at Ctrl-C; they are gone then, but for those that are kept."""
     device = resolve_device(asked.device)
     memory: WorkingMemory | None = None
+    frames: LiveStream | None = None
     try:
-        with _progress() as bar, StopRequest(waiting=lambda: frames.waiting) as stop:
+        with _progress() as bar, StopRequest(waiting=lambda: frames is not None and frames.waiting) as stop:
             frames = LiveStream(_until(stop, standard_input(asked.image_size)), batch_size=BATCH, device=device)
             task = bar.add_task("picking", total=None)
             for images, ids in _to_the_last(frames):
@@ -250,10 +251,9 @@ def _memory(asked: Pick, shape: tuple[int, ...], device: torch.device, *, most: 
 
 def _readable(source: Source, images: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Without those in whose place another was read."""
-    if not isinstance(source, FolderSource) or not source.unreadable:
-        return images, ids
-    good = torch.tensor([i not in source.unreadable for i in ids.tolist()], device=ids.device)
-    return images[good], ids[good]
+    bad = source.unreadable if isinstance(source, FolderSource) else frozenset()
+    good = torch.tensor([i not in bad for i in ids.tolist()], device=ids.device)
+    return (images[good], ids[good]) if bad else (images, ids)
 
 
 @contextmanager
