@@ -42,6 +42,7 @@ from duel.reproduce.rows import ROWS
 from duel.reproduce.sharing import SharedClock
 from duel.reproduce.tables import words
 from duel.signals import StopRequest
+from duel.step import worth_compiling
 from duel.training import RunResult
 
 REPOSITORY = Path(__file__).parents[1]
@@ -590,6 +591,28 @@ def test_two_processes_give_what_one_gives() -> None:
     for key, record in one.items():
         assert record.values["evaluation"]["probe"] == two[key].values["evaluation"]["probe"]
         assert 0.5 <= (two[key].budget("share") or 0) <= 1
+
+
+@pytest.mark.parametrize(
+    ("device", "steps", "jobs", "given", "compiled"),
+    [
+        ("cuda", 5000, 1, None, False),  # it would take longer than it saves
+        ("cuda", 5000, 6, None, True),  # the others go on meanwhile
+        ("cuda", 500, 6, None, False),
+        ("cuda", 40_000, 1, None, True),
+        ("cuda", 40_000, 6, False, False),
+        ("cuda", 500, 6, True, True),
+        ("cpu", 40_000, 6, None, False),
+    ],
+)
+def test_what_shares_a_gpu_is_compiled_sooner(monkeypatch, device, steps, jobs, given, compiled) -> None:
+    monkeypatch.setattr(execution, "resolve_device", torch.device)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    config = TrainConfig(device=device, steps=steps, compile=given)
+    found = execution._on_this_machine(config, Path("run"), jobs)
+    wanted = worth_compiling(steps, torch.device(device)) if found.compile is None else found.compile
+    assert (found.out, wanted) == ("run", compiled)
+    assert fingerprint(found) == fingerprint(config)
 
 
 # The budget -------------------------------------------------------------------------------------------------

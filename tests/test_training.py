@@ -212,6 +212,7 @@ def test_training_learns_and_writes_its_origin() -> None:
         "seconds": pytest.approx(result.seconds, abs=1e-3),
         "filling_seconds": 0,
         "peak_gpu_memory_mb": None,
+        "compiled": False,
     }
     assert meta["attempts"][0]["versions"]["torch"]
     assert meta["attempts"][0]["hardware"]["device"] == "cpu"

@@ -277,7 +277,8 @@ class Reproduce:
     """Stop after so many minutes; runs under way are saved and continued by the next call. With several jobs, a process
     that has not stopped two minutes later is killed."""
     jobs: int = 1
-    """Runs at a time, each in its own process, on the same device."""
+    """Runs at a time, each in its own process, on the same device: the others go on while one compiles or is
+    measured."""
     root: str = "data"
     """Where torchvision keeps its data sets."""
     download: bool = False
@@ -285,7 +286,8 @@ class Reproduce:
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     compile: Annotated[bool | None, tyro.conf.arg(metavar=_YES_OR_NO)] = None
-    """Compile the encoder, in every run or in none. None: on a GPU, for long runs."""
+    """Compile the encoder, in every run or in none. None: on a GPU, for long runs, and with several jobs for shorter
+    ones."""
     out: str | None = None
     """Folder of results, one JSON a run; by default results (smoke: runs/smoke/results)."""
     work: str = WORK

@@ -45,9 +45,11 @@ COMPILED_FORMS = 64
 COMPILER_OPTIONS = {"combo_kernels": True, "conv_1x1_as_mm": True}
 
 
-def worth_compiling(steps: int, device: torch.device) -> bool:
-    """Whether to compile where nobody has said; it takes a C compiler."""
-    return device.type == "cuda" and steps >= WORTH_COMPILING and any(map(shutil.which, ("cc", "gcc", "clang")))
+def worth_compiling(steps: int, device: torch.device, *, at_once: int = 1) -> bool:
+    """Whether to compile where nobody has said; it takes a C compiler. at_once: trainings that share the device: while
+    one compiles the others go on, so that it pays sooner."""
+    long = steps * at_once >= WORTH_COMPILING
+    return device.type == "cuda" and long and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
 class TrainingStep:
@@ -57,6 +59,7 @@ class TrainingStep:
         steps: length of the whole training.
         done: finished steps.
         images_encoded: views that went through an encoder, momentum copies included.
+        compiled: whether the encoder is.
         why_eager: why the step is not recorded as a CUDA graph although it was to be, if so.
     """
 
@@ -110,6 +113,7 @@ class TrainingStep:
         )
         self.images_encoded = 0
         compiled = worth_compiling(self.steps, device) if config.compile is None else config.compile
+        self.compiled = compiled
         how: dict[str, Any] = {"dynamic": False}  # batches come in two or three sizes
         if compiled:
             limits = torch._dynamo.config  # recompile_limit, by the name that torch 2.6 knows too

@@ -99,6 +99,7 @@ def train(
             "seconds": round(result.seconds, 3),
             "filling_seconds": round(loop.filling_seconds, 3),
             "peak_gpu_memory_mb": _peak(peak.mib(), meta),
+            "compiled": step.compiled,
         }
         ended = datetime.now(UTC).isoformat(timespec="seconds")
         runs.write_json(

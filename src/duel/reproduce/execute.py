@@ -18,9 +18,12 @@ import torch
 from rich.console import Console
 
 from .. import runs
+from ..config import TrainConfig
 from ..locking import alone
+from ..machine import resolve_device
 from ..runlog import read_metrics
 from ..signals import TIME_LIMIT
+from ..step import worth_compiling
 from ..trained import evaluate
 from ..training import NonFiniteLoss, RunResult, train
 from . import store
@@ -105,7 +108,7 @@ def _clean_up() -> bool:
 
 
 def _execute(planned: Planned, job: Job, folder: Path, clock: Clock) -> Outcome:
-    config = dataclasses.replace(planned.config, out=str(folder))
+    config = _on_this_machine(planned.config, folder, job.jobs)
     console = Console(file=open(os.devnull, "w")) if job.quiet else Console(stderr=True)  # noqa: SIM115
     started = (folder / runs.CONFIG).is_file()
     try:
@@ -121,6 +124,13 @@ def _execute(planned: Planned, job: Job, folder: Path, clock: Clock) -> Outcome:
     measured = {k: v for k, v in found.items() if k not in ("run", "origin")}
     values = _write(planned, job, folder, evaluation=measured, budget=_budget(folder, result, job.jobs, found))
     return Outcome(planned, "finished", values=values)
+
+
+def _on_this_machine(config: TrainConfig, folder: Path, jobs: int) -> TrainConfig:
+    compiled = config.compile
+    if compiled is None and jobs > 1:
+        compiled = worth_compiling(config.steps or 0, resolve_device(config.device), at_once=jobs)
+    return dataclasses.replace(config, out=str(folder), compile=compiled)
 
 
 def _write(planned: Planned, job: Job, folder: Path, **came_of_it: Any) -> dict[str, Any]:
