@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
-from duel import WorkingMemory, policies
+from duel import WorkingMemory, likeness, policies
 from duel.errors import UserError
-from duel.policies import Dedup, dedup
+from duel.likeness import ROUNDING
+from duel.policies import Dedup
 from pools import isotropic
 
 DIM = 16
@@ -32,6 +33,9 @@ def reference(batches: list[torch.Tensor], size: int, alike: float, numbers) -> 
     def row(item):
         return batches[item[0]][item[1]]
 
+    def is_copy(item, others):
+        return any(float(row(item) @ row(o)) >= alike - ROUNDING for o in others if not copy.get(o, False))
+
     for b, batch in enumerate(batches):
         full = len(held) == size
         before, rest = list(held), []
@@ -42,10 +46,10 @@ def reference(batches: list[torch.Tensor], size: int, alike: float, numbers) -> 
                 rest.append((b, i))
         if len(held) == size and not full:
             for k, item in enumerate(held):
-                copy[item] = any(float(row(item) @ row(other)) >= alike for other in held[:k])
+                copy[item] = is_copy(item, held[:k])
             before = list(held)
         for k, item in enumerate(rest):
-            copy[item] = any(float(row(item) @ row(other)) >= alike for other in [*before, *rest[:k]])
+            copy[item] = is_copy(item, [*before, *rest[:k]])
         order, seen = {}, set()
         for k, item in enumerate([*before, *rest]):
             number = int(numbers(row(item)[None]))
@@ -84,6 +88,33 @@ def test_what_looks_like_an_item_that_is_held_is_turned_away():
     assert memory["id"].tolist() == [0, 1, 2, 3]
 
 
+def slowly(count: int) -> torch.Tensor:
+    """Unit vectors, each at a cosine of .95 from the next and less than .9 from those after that."""
+    turned = torch.arange(count) * torch.arccos(torch.tensor(0.95))
+    return torch.stack([turned.cos(), turned.sin(), *torch.zeros(DIM - 2, count)], 1)
+
+
+@pytest.mark.parametrize("when", ["held", "filling", "one update", "several updates"])
+def test_what_is_like_only_what_was_turned_away_is_no_copy(when):
+    """Of a scene that changes slowly every other frame is held, also where it went through the one between."""
+    frames, ids = slowly(9), torch.arange(9)
+    memory = WorkingMemory(9 if when == "filling" else 1 if when == "held" else 5, DIM, Dedup(), IDS)
+    if when == "held":
+        memory.update(frames[:1], id=ids[:1])
+        assert not memory.policy.copies.any()
+        numbers = torch.cat([memory.policy.numbers, memory.policy._numbers(frames[1:3])])
+        found = memory.update(frames[1:3], id=ids[1:3])
+        assert found.tolist() == [-1, 0 if numbers[2] < numbers[0] else -1]
+    elif when == "filling":
+        memory.update(frames, id=ids)
+        assert memory.policy.copies.tolist() == [False, True] * 4 + [False]
+    else:
+        memory.update(frames[[0] * 5], id=ids[[0] * 5])
+        for part in [ids[1:]] if when == "one update" else ids[1:].split(1):
+            memory.update(frames[part], id=part)
+        assert sorted(memory["id"].tolist()) == [0, 2, 4, 6, 8]
+
+
 def test_copies_leave_for_anything_else_and_fill_what_is_left():
     pool = kinds(8, 4)
     memory = WorkingMemory(6, DIM, Dedup(), IDS)
@@ -113,8 +144,9 @@ def test_how_often_the_very_same_vector_comes_does_not_matter():
 def test_blocks_of_cosines_give_what_one_gives(monkeypatch):
     pool = kinds(12, 6).flatten(0, 1)[torch.randperm(72, generator=torch.Generator().manual_seed(1))]
     found = []
-    for elements in (1, 100, 1 << 24):
-        monkeypatch.setattr(dedup, "_ELEMENTS", elements)
+    for part, elements in ((1, 1), (7, 100), (256, 1 << 24)):
+        monkeypatch.setattr(likeness, "PART", part)
+        monkeypatch.setattr(likeness, "ELEMENTS", elements)
         memory = WorkingMemory(30, DIM, Dedup(), IDS)
         for batch in torch.arange(72).split(9):
             memory.update(pool[batch], id=batch)

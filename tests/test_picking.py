@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import duel
-from duel import cli
+from duel import cli, likeness
 from duel.data import folder
 from duel.data.live import LiveStream
+from duel.likeness import PART, unlike
 from duel.picking import choosing
-from duel.picking.choosing import BATCH, nearest, unlike
+from duel.picking.choosing import BATCH, nearest
 
 ORIGINALS, COPIES = 12, 6
 
@@ -129,7 +130,7 @@ def test_in_blocks_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.nn.functional.normalize(torch.randn(50, 6, generator=torch.Generator().manual_seed(0)), dim=1)
     own = torch.arange(50) - 40  # the last ten are kept
     whole = nearest(rows, rows[40:], own.clamp(min=-1))
-    monkeypatch.setattr(choosing, "_ELEMENTS", 70)
+    monkeypatch.setattr(likeness, "ELEMENTS", 70)
     assert all(map(torch.equal, nearest(rows, rows[40:], own.clamp(min=-1)), whole))
 
 
@@ -198,8 +199,8 @@ def test_what_is_like_only_what_is_left_out_stays(held: int, monkeypatch: pytest
     given = rows[-40:][before]
     expected = [i - held for i in greedy(torch.cat([given, rows[:600]]))[held:]]
     assert len(expected) > 20
-    for elements in (choosing._ELEMENTS, 3 * BATCH):
-        monkeypatch.setattr(choosing, "_ELEMENTS", elements)
+    for elements in (likeness.ELEMENTS, 3 * PART):
+        monkeypatch.setattr(likeness, "ELEMENTS", elements)
         assert unlike(rows[:600], 0.9, given).nonzero().squeeze(1).tolist() == expected
 
 

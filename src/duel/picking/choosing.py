@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from .. import likeness
 from ..checkpoint import atomic
 from ..contents import write_table
 from ..data import FolderSource, LiveStream, Source, load
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
     from .command import Pick
 
 BATCH = 256
-ROUNDING = 1e-6
-"""Of a cosine."""
-_ELEMENTS = 1 << 24
-"""Of a block of cosines."""
 
 
 class Found(NamedTuple):
@@ -69,7 +66,7 @@ class Nearest(NamedTuple):
 def nearest(vectors: Tensor, kept: Tensor, own: Tensor) -> Nearest:
     """vectors (n, d) and kept (k, d), unit rows; own int64 (n,): which of those kept a vector is itself, -1 if none."""
     places, cosines = [], []
-    for rows, mine in zip(*(t.split(max(1, _ELEMENTS // len(kept))) for t in (vectors, own)), strict=True):
+    for rows, mine in zip(*(t.split(max(1, likeness.ELEMENTS // len(kept))) for t in (vectors, own)), strict=True):
         found = rows @ kept.T
         itself = (mine >= 0).nonzero().squeeze(1)
         found[itself, mine[itself]] = -2  # less than any cosine
@@ -78,28 +75,6 @@ def nearest(vectors: Tensor, kept: Tensor, own: Tensor) -> Nearest:
         places.append(best.indices.masked_fill(alone, -1))
         cosines.append(best.values.masked_fill(alone, -1).clamp_(max=1))
     return Nearest(torch.cat(places), torch.cat(cosines))
-
-
-def unlike(rows: Tensor, alike: float, held: Tensor | None = None) -> Tensor:
-    """bool (n,): which of these unit rows are like none that is held (m, d), nor an earlier one of which that is true.
-
-    So of a scene that changes slowly more than one frame is among them.
-    """
-    least = alike - ROUNDING
-    found = torch.empty(len(rows), dtype=torch.bool)
-    taken = rows[:0] if held is None else held
-    for start in range(0, len(rows), BATCH):
-        part = rows[start : start + BATCH]
-        free = torch.ones(len(part), dtype=torch.bool, device=rows.device)
-        for others in taken.split(max(1, _ELEMENTS // BATCH)):
-            free &= ~(part @ others.T >= least).any(1)
-        good, like = free.cpu().numpy(), (part @ part.T >= least).cpu().numpy()
-        for i in good.nonzero()[0]:
-            if good[i]:
-                good[i + 1 :] &= ~like[i, i + 1 :]
-        found[start : start + BATCH] = torch.from_numpy(good)
-        taken = torch.cat([taken, part[torch.from_numpy(good).to(rows.device)]])
-    return found.to(rows.device)
 
 
 def pick_of_set(asked: Pick) -> Found:
@@ -169,7 +144,7 @@ def _source(asked: Pick) -> Source:
 def _offer(asked: Pick, memory: WorkingMemory, rows: Tensor, images: Tensor, ids: Tensor) -> None:
     """To the memory, by policy dedup only what is like nothing in it."""
     if asked.policy == "dedup":
-        good = unlike(rows, asked.alike, memory.embeddings)
+        good = likeness.unlike(rows, asked.alike, memory.embeddings)
         rows, images, ids = rows[good], images[good], ids[good]
     image = {"image": images} if "image" in memory.payload else {}
     memory.update(rows, evicted=False, id=ids, **image)
@@ -218,11 +193,11 @@ def _write(
         with writing(path, "give another file"), atomic(path) as partial, partial.open("wb") as file:
             np.savez(file, images=images, picture=numbers[order].numpy())
     write_table(Path(asked.out), ("picture", "kept", "like", "cosine"), lines)
-    alike = (found.cosine >= asked.alike - ROUNDING).cpu()
+    alike = (found.cosine >= asked.alike - likeness.ROUNDING).cpu()
     return Found(
         seen=len(kept),
         kept=len(memory),
-        different=int(unlike(memory.embeddings, asked.alike).sum()),
+        different=int(likeness.unlike(memory.embeddings, asked.alike).sum()),
         alike_kept=int((alike & kept).sum()),
         alike_left=int((alike & ~kept).sum()),
         images=path,

@@ -9,23 +9,22 @@ from torch import Tensor
 
 from duel.errors import UserError
 from duel.hashing import NUMBERS, digest
+from duel.likeness import unlike
 from duel.policies.base import takes_part
 from duel.policies.simple import Ageless
-from duel.replacement.units import exact_products, widened
+from duel.replacement.units import widened
 from duel.slots import again, lowest_stay, put
 
 if TYPE_CHECKING:
     from duel.memory import WorkingMemory
 
-_ELEMENTS = 1 << 24
-"""Of a block of cosines."""
-
 
 class Dedup(Ageless):
     """A sample of what looks different: near-copies are told by a threshold, and no duel is fought.
 
-    A newcomer is a copy if its cosine with an item that is held, or with an earlier newcomer of the same update, is
-    `alike` or more. Items that are no copies come before copies; among equals a number stays or goes that every item
+    A newcomer is a copy if its cosine with an item that is held, or with an earlier newcomer of the same update, and
+    that is no copy itself, is `alike` or more (or a millionth less): so of a scene that changes slowly more than one
+    frame is none. Items that are no copies come before copies; among equals a number stays or goes that every item
     has of its own, a hash of `seed` and its vector as it came, the lowest staying (bottom-k sampling: Cohen 1997). So
     how often the very same vector comes does not matter, and it is held once; how often near-copies come does, since
     each has a number of its own, and as long as none of them is held any may enter. Copies fill what slots there are
@@ -57,14 +56,13 @@ class Dedup(Ageless):
     def filled(self, memory: WorkingMemory) -> None:
         rows = memory.compared
         self.numbers.copy_(self._numbers(rows))
-        self.copies.copy_(self._alike_any(rows, rows, earlier=True))
+        self.copies.copy_(~unlike(_wide(rows), self.alike))
 
     def choose(self, memory: WorkingMemory, incoming: Tensor) -> Tensor:
         held, size = memory.compared, memory.size
         rows = incoming.to(held.dtype)
         numbers = torch.cat([self.numbers, self._numbers(rows)])  # (K + B,)
-        copy = self._alike_any(rows, held) | self._alike_any(rows, rows, earlier=True)
-        copies = torch.cat([self.copies, copy])
+        copies = torch.cat([self.copies, ~unlike(_wide(rows), self.alike, _wide(held), ~self.copies)])
         absent = torch.zeros_like(copies)
         absent[size:] = ~takes_part(incoming)
         rank = numbers + copies * NUMBERS
@@ -79,14 +77,6 @@ class Dedup(Ageless):
         """int64 (n,), of their vectors."""
         return digest(self.seed, (widened(rows, torch.float32) + 0.0).view(torch.int32))  # + 0.0: -0.0 is 0.0
 
-    def _alike_any(self, rows: Tensor, others: Tensor, *, earlier: bool = False) -> Tensor:
-        """bool (n,): whether a row is like any of the others (m, d), or, of the same rows, like an earlier one."""
-        rows, others = (widened(part, torch.promote_types(part.dtype, torch.float32)) for part in (rows, others))
-        found = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-        block = max(1, _ELEMENTS // max(1, len(rows)))
-        with exact_products(rows.device):
-            for first in range(0, len(others), block):
-                start = first if earlier else 0  # rows before these have none that is earlier
-                like = rows[start:] @ others[first : first + block].T >= self.alike
-                found[start:] |= (like.tril(-1) if earlier else like).any(1)
-        return found
+
+def _wide(rows: Tensor) -> Tensor:
+    return widened(rows, torch.promote_types(rows.dtype, torch.float32))
