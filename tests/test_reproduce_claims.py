@@ -261,11 +261,15 @@ def test_thumbnails_are_held_against_the_plain_row_and_against_ours() -> None:
     found += [record("d-simclr-ours", 27, s, 0.7, evaluation={"few_shot": 0.5}) for s in (2, 3, 4, 5)]
     few = [0.48, 0.49] * 2
     found += seeds(lambda s, value: record("d-simclr-pixels", 27, s, 0.703, evaluation={"few_shot": value}), few)
-    above = judged(
-        found, goals.BY_PIXELS, "D-SimCLR by thumbnails, which encodes as many images as SimCLR, is above it"
-    )
+    above = judged(found, goals.BY_PIXELS, "D-SimCLR by thumbnails is above SimCLR at ×27")
     assert above.outcome == "holds so far"
     assert "probe ×27 +10.30 ± 0.00 (4)" in above.evidence
+    found += [record("simclr", 9, s, 0.7, evaluation={"few_shot": 0.52}) for s in (2, 3, 4, 5)]
+    found += seeds(lambda s, value: record("d-simclr-pixels", 9, s, 0.703, evaluation={"few_shot": value}), few)
+    every = judged(found, goals.BY_PIXELS, "D-SimCLR by thumbnails, which encodes as many images as SimCLR, is not")
+    assert every.words.startswith("holds except when 5-shot ×9 (nothing to judge by: probe ×1")
+    assert "probe ×9 +0.30 ± 0.00 (4)" in every.evidence
+    assert "probe ×27 +10.30 ± 0.00 (4)" in every.evidence
     near = judged(found, goals.BY_PIXELS, "D-SimCLR by thumbnails is not below D-SimCLR (ours)")
     assert near.words.startswith("holds except when 5-shot ×27 (nothing")
     assert "5-shot ×27 -1.50 ± 0.58 (4)" in near.evidence

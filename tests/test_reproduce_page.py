@@ -161,6 +161,15 @@ def test_every_run_of_a_variation_is_in_some_table() -> None:
     assert "| MoCo v2 |" not in text.split("9,999 steps: recipe")[1].split("## Scale")[0]
 
 
+def test_thumbnails_have_tables_where_they_have_been_run() -> None:
+    assert "### thumbnails" not in page(runs())  # plain rows and ours by features are in table 2
+    text = page([*runs(), record("d-simclr-pixels", 9, 2, 0.5, evaluation={"few_shot": 0.3})])
+    assert "| D-SimCLR, ours, compared by thumbnails | not run | not run | 50.00 (1) | not run |" in text
+    shots = text.split("### thumbnails: nearest centroid, 5 shots")[1]
+    assert "| D-SimCLR, ours, compared by thumbnails | not run | not run | 30.00 (1) | not run |" in shots
+    assert "### thumbnails" not in page([*runs(), record("d-simclr-pixels", Data(27.0, dwell=32), 2, 0.5)])
+
+
 def test_a_variation_is_not_judged_by_what_raw_pixels_give_too() -> None:
     scale = SCALES["paper"].varied(Variation(3000, 0.001))
     slower = [record(row, 27, 0, 0.5, scale=scale) for row in ("simclr", "moco", "d-moco-literal")]  # Top-1 0.4 and 0.3

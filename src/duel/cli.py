@@ -250,8 +250,8 @@ class Reproduce:
     Everything in small on a CPU, to see that the machinery works:
       duel reproduce all --scale smoke
 
-    WHAT: table1 (Top-k), table2 (linear probe), ablation (score functions), resources, framework, rivals, controls,
-    tuning, negative-free, subset, longtail, camera, stops; pixels (what the images give without an encoder);
+    WHAT: table1 (Top-k), table2 (linear probe), thumbnails, ablation (score functions), resources, framework, rivals,
+    controls, tuning, negative-free, subset, longtail, camera, stops; pixels (what the images give without an encoder);
     figure1, figure-mcp, figure3, memory, scores; figures and page (all figures, docs/results.md, from the results
     that are there); all. Finished runs are found again under --out and not repeated.
     """

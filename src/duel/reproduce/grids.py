@@ -89,6 +89,11 @@ TUNING = "tuning"
 GRIDS: Mapping[str, Grid] = {
     "table1": Grid("Top-k accuracy", (*_PLAIN_AND_D, "simsiam"), DRAWN),
     "table2": Grid("linear probe", _PLAIN_AND_D, DRAWN),
+    "thumbnails": Grid(
+        "ours with a memory that nothing is encoded for",
+        _each("{}", "d-{}-ours", "d-{}-pixels"),
+        DRAWN,
+    ),
     "ablation": Grid(
         "score functions at ×27",
         _each("d-{}-literal") + tuple(f"d-{m}-{score.replace(':', '')}" for m in _METHODS for score in SCORES),

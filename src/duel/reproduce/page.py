@@ -66,6 +66,7 @@ where neighbours come from.
 _TABLES = {
     "table2": ("probe", "probe_standardised", f"{AS_TRAINED}probe"),
     "table1": ("top1_test_to_test", "top1_test_to_train", "top10_test_to_test", f"{AS_TRAINED}top1_test_to_train"),
+    "thumbnails": ("probe", "top1_test_to_train", "few_shot"),
 }
 _LISTS = (
     ("framework", "controls"),
@@ -127,13 +128,17 @@ class Section:
     def shows(self, *grids: str) -> bool:
         """Of the scale as it is all that there is to run; of a variation, and of a scale that is run in part, tables of
         which half the rows have been run, and as many more as it takes to show every run."""
+        if grids == ("thumbnails",) and not any(
+            self.evidence.runs(row, d) for row in goals.PIXELS.values() for d in DRAWN
+        ):
+            return False  # its other rows are in table 2
         return (self.own and not self.evidence.scale.in_part) or grids in self._tables
 
     @cached_property
     def _tables(self) -> list[tuple[str, ...]]:
         groups: dict[tuple[str, ...], set[str]] = {}
         shown: list[tuple[str, ...]] = []
-        for grids in (("table2",), ("table1",), ("resources",), *_LISTS):
+        for grids in (*((grid,) for grid in _TABLES), ("resources",), *_LISTS):
             found = self.tuning if TUNING in grids else self.evidence
             pairs = [(row, data) for grid in grids for row in GRIDS[grid].rows for data in GRIDS[grid].data]
             groups[grids] = {run.hash for pair in pairs for run in found.runs(*pair)}
