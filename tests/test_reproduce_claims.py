@@ -424,6 +424,10 @@ def test_the_goal_for_what_table_2_takes() -> None:
         for seed, (share, seconds) in enumerate(uneven, start=2)
     ]
     assert judged(runs, goals.GOALS, "20 GPU-minutes").evidence.startswith(f"{24 * 43 / 60:.1f} for 24 runs")
+    whole = [record(row, b, 4, 0.5, gpu_seconds=30.0 + b, filling_seconds=1.0) for row in rows for b in (1, 3, 9, 27)]
+    for made in (whole, whole[1:]):  # one that was made as a whole says more than means over several
+        verdict = judged([*runs, *made], goals.GOALS, "20 GPU-minutes")
+        assert verdict.evidence.startswith(f"{24 * (40 + 7) / 60:.1f} for 24 runs made together") == (made is whole)
     found = [record(row, 27, 2, 0.5) for row in rows]
     assert judged(found[1:], goals.GOALS, "20 GPU-minutes").evidence == "no GPU-seconds of SimCLR"
 

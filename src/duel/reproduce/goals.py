@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -127,15 +128,31 @@ def _mean_of_device(runs: Sequence[Record], name: str) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
+def _whole_table(evidence: Evidence) -> dict[tuple[str, Data], list[Record]]:
+    """The runs of table 2 of one seed that were all made at one commit, of the latest such seed; else none."""
+    table = GRIDS["table2"]
+    made: dict[tuple[int, str], dict[tuple[str, Data], list[Record]]] = {}
+    for row, data in itertools.product(table.rows, table.data):
+        for run in evidence.runs(row, data):
+            if run.budget("gpu_seconds") is not None:
+                made.setdefault((run.seed, str(run.values["commit"])), {})[row, data] = [run]
+    whole = [runs for runs in made.values() if len(runs) == len(table.rows) * len(table.data)]
+    return max(whole, default={}, key=lambda runs: max(run.values.get("finished", "") for (run,) in runs.values()))
+
+
 def _affordable(evidence: Evidence) -> Verdict:
-    """Table 2 with one seed. A row's runs take about as long at every bias; at some the time was measured otherwise."""
+    """Table 2 with one seed. Where none was made as a whole, means: a row's runs take about as long at every bias; at
+    some the time was measured otherwise."""
     table, training, beside = GRIDS["table2"], dict[str, float](), 0.0
+    whole = _whole_table(evidence)
     for row in table.rows:
-        seconds = [value for data in table.data if (value := evidence.budget(row, data, "gpu_seconds")) is not None]
+        by_data = [whole[row, data] if whole else evidence.runs(row, data) for data in table.data]
+        known = [[s for run in runs if (s := run.budget("gpu_seconds")) is not None] for runs in by_data]
+        seconds = [sum(values) / len(values) for values in known if values]
         if not seconds:
             return Verdict("not yet measured", f"no GPU-seconds of {ROWS[row].label}")
         training[ROWS[row].label] = sum(seconds) / len(seconds)
-        runs = [run for data in table.data for run in evidence.runs(row, data)]
+        runs = [run for runs in by_data for run in runs]
         beside += sum(_mean_of_device(runs, name) for name in ("filling_seconds", "evaluation_seconds"))
     total, trained = (
         len(table.data) * seconds / 60 for seconds in (sum(training.values()) + beside, sum(training.values()))
@@ -143,7 +160,8 @@ def _affordable(evidence: Evidence) -> Verdict:
     each = "; ".join(f"{label} {seconds:.0f} s" for label, seconds in training.items())
     return Verdict(
         "holds" if total <= MINUTES else "does not hold",
-        f"{total:.1f} for {len(table.data) * len(training)} runs, which shared the GPU, filling and evaluation "
+        f"{total:.1f} for {len(table.data) * len(training)} runs{' made together' if whole else ', by means'}, "
+        "which shared the GPU, filling and evaluation "
         f"included and starting not; training alone {trained:.1f}, a run of {each}",
     )
 
