@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from duel import WorkingMemory, likeness, policies
 from duel.errors import UserError
-from duel.likeness import ROUNDING
+from duel.likeness import least, unlike
 from duel.policies import Dedup
 from pools import isotropic
 
@@ -34,7 +34,7 @@ def reference(batches: list[torch.Tensor], size: int, alike: float, numbers) -> 
         return batches[item[0]][item[1]]
 
     def is_copy(item, others):
-        return any(float(row(item) @ row(o)) >= alike - ROUNDING for o in others if not copy.get(o, False))
+        return any(float(row(item) @ row(o)) >= least(alike) for o in others if not copy.get(o, False))
 
     for b, batch in enumerate(batches):
         full = len(held) == size
@@ -113,6 +113,25 @@ def test_what_is_like_only_what_was_turned_away_is_no_copy(when):
         for part in [ids[1:]] if when == "one update" else ids[1:].split(1):
             memory.update(frames[part], id=part)
         assert sorted(memory["id"].tolist()) == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 300])
+def test_on_a_gpu_which_is_not_waited_for_the_same_are_told(count, monkeypatch):
+    rows = torch.cat([slowly(count // 2), slowly(count - count // 2)])[
+        torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    ]
+    held, counts = isotropic(5, DIM, 1, torch.float32), torch.tensor([True, False] * 2 + [True])
+    want = unlike(rows, 0.9, held, counts)
+    monkeypatch.setattr(likeness, "_may_wait", lambda device: False)
+    assert unlike(rows, 0.9, held, counts).equal(want)
+    kept = list(held[counts])
+    for row, good in zip(rows, want, strict=True):
+        assert bool(good) == (float((torch.stack(kept) @ row).max()) < least(0.9))
+        kept += [row] if good else []
+
+
+def test_what_is_orthogonal_is_not_alike_by_any_threshold():
+    assert unlike(torch.cat([torch.eye(4), torch.zeros(2, 4)]), 1e-9).all()
 
 
 def test_copies_leave_for_anything_else_and_fill_what_is_left():

@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 
 from duel import WorkingMemory
 from duel.errors import UserError
+from duel.likeness import unlike
 from duel.picking.command import Pick
 from duel.policies import AdaptiveDuel, Dedup, Distinct, Duel, Fifo, MinRed, Oracle, Random, Reservoir
 from duel.replacement import fused, replace
@@ -19,6 +20,22 @@ from pools import clusters, isotropic, judge, lattice, rounding
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SCORES = ["linear", "quadratic", "gaussian", "gaussian:0.1", "exponential"]
+
+
+def test_of_a_slow_pan_the_gpu_keeps_the_frames_that_the_cpu_keeps():
+    steps = torch.randn(700, 16, generator=torch.Generator().manual_seed(0)) * 0.5
+    rows = normalize(steps.cumsum(0) + torch.ones(16), dim=1)
+    held, counts = rows[::50].roll(1, 1).contiguous(), torch.arange(14) % 2 == 0
+    want = unlike(rows, 0.9, held, counts)
+    assert 15 < int(want.sum()) < 350
+    given = [tensor.cuda() for tensor in (rows, held, counts)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = unlike(given[0], 0.9, *given[1:])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert got.tolist() == want.tolist()
 
 
 def pool(kind, n, d, seed, dtype):

@@ -238,6 +238,20 @@ def test_filling_the_memory_is_counted_apart_from_training(monkeypatch: pytest.M
     assert (budget["filling_seconds"], budget["seconds"]) == (30, 0)
 
 
+def test_what_was_compiled_in_part_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *given, **how: None)  # which takes long
+    found = []
+    for first, then in ((False, False), (True, True), (False, True), (True, False)):
+        with monkeypatch.context() as patch:
+            stop_after(patch, 3)
+            go(small(steps=6, compile=first), overwrite=True)
+        assert go(small(steps=6, compile=then), resume=True).finished
+        meta = runs.read_meta(Path("run"))
+        assert [attempt["compiled"] for attempt in meta["attempts"]] == [first, then]
+        found.append(meta["budget"]["compiled"])
+    assert found == [False, True, None, None]
+
+
 def test_the_knn_of_a_run_does_not_change_it() -> None:
     go(small(out="watched", knn_every=2))
     go(small(out="alone", knn_every=0))

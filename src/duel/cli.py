@@ -277,8 +277,7 @@ class Reproduce:
     """Stop after so many minutes; runs under way are saved and continued by the next call. With several jobs, a process
     that has not stopped two minutes later is killed."""
     jobs: int = 1
-    """Runs at a time, each in its own process, on the same device: the others go on while one compiles or is
-    measured."""
+    """Runs at a time, each in its own process, on the same device: the others go on while one is measured."""
     root: str = "data"
     """Where torchvision keeps its data sets."""
     download: bool = False

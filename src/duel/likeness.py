@@ -10,9 +10,14 @@ from .replacement.units import exact_products
 PART = 256
 """Rows that are compared with each other at a time."""
 ROUNDING = 1e-6
-"""Of a cosine: vectors that are equal are alike by a threshold of 1, too."""
+"""Of a cosine, as a share: vectors that are equal are alike by a threshold of 1, too."""
 ELEMENTS = 1 << 24
 """Of a block of cosines."""
+
+
+def least(alike: float) -> float:
+    """The cosine, as it is computed, from which on two vectors are alike."""
+    return alike * (1 - ROUNDING)
 
 
 def unlike(rows: Tensor, alike: float, held: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
@@ -28,20 +33,22 @@ def unlike(rows: Tensor, alike: float, held: Tensor | None = None, counts: Tenso
             like = _like_any(part, rows[:start], found[:start], alike)
             if held is not None:
                 like |= _like_any(part, held, counts, alike)
-            found[start : start + PART] = _first_come(~like, _alike(part, part, alike))
+            found[start : start + PART] = _first_come(~like, part @ part.T >= least(alike))
     return found
 
 
-def _alike(rows: Tensor, others: Tensor, alike: float) -> Tensor:
-    return rows @ others.T >= alike - ROUNDING
+def _may_wait(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _like_any(rows: Tensor, others: Tensor, counts: Tensor | None, alike: float) -> Tensor:
     """bool (n,): whether a row is like one of the others (m, d) that counts."""
+    if counts is not None and _may_wait(rows.device):
+        others, counts = others[counts], None
     found = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     size = max(1, ELEMENTS // max(1, len(rows)))
     for first in range(0, len(others), size):
-        like = _alike(rows, others[first : first + size], alike)
+        like = rows @ others[first : first + size].T >= least(alike)
         found |= (like if counts is None else like & counts[first : first + size]).any(1)
     return found
 
@@ -51,10 +58,12 @@ def _first_come(free: Tensor, like: Tensor) -> Tensor:
 
     Each round settles one more at least, as a rule nearly all of them in a few.
     """
-    earlier, free = like.tril(-1).float(), free.float()
-    found = free
+    earlier, most = like.tril(-1).float(), free.float() - 0.5
+    found, count = free.float(), torch.empty_like(most)  # of earlier ones that are like it
     for _ in range(len(free) - 1):
-        before, found = found, torch.addmv(free, earlier, found, alpha=-1).clamp_(min=0)
-        if found.device.type == "cpu" and found.equal(before):  # a GPU would have to be waited for
+        before = found.clone() if _may_wait(free.device) else None
+        torch.mv(earlier, found, out=count)
+        torch.lt(count, most, out=found)
+        if before is not None and found.equal(before):
             break
     return found.bool()

@@ -46,8 +46,8 @@ COMPILER_OPTIONS = {"combo_kernels": True, "conv_1x1_as_mm": True}
 
 
 def worth_compiling(steps: int, device: torch.device, *, at_once: int = 1) -> bool:
-    """Whether to compile where nobody has said; it takes a C compiler. at_once: trainings that share the device: while
-    one compiles the others go on, so that it pays sooner."""
+    """Whether to compile where nobody has said; it takes a C compiler. at_once: trainings that share the device, for
+    which it pays sooner: they compile at the same time, or while others train."""
     long = steps * at_once >= WORTH_COMPILING
     return device.type == "cuda" and long and any(map(shutil.which, ("cc", "gcc", "clang")))
 

@@ -90,7 +90,8 @@ def train(
         runs.prepare(out, config, overwrite=overwrite)
         inputs.save(out)
         loop = Loop(config, step, inputs, out, spent, clock)
-        attempts = [*meta.get("attempts", []), {**runs.describe(fabric.device), "from_step": step.done}]
+        attempt = {**runs.describe(fabric.device), "from_step": step.done, "compiled": step.compiled}
+        attempts = [*meta.get("attempts", []), attempt]
         runs.write_json(out / runs.META, {**meta, **data_at, "attempts": attempts, "finished": None})
         result = loop.run(label or config.method, console, until)
         budget = {
@@ -99,7 +100,7 @@ def train(
             "seconds": round(result.seconds, 3),
             "filling_seconds": round(loop.filling_seconds, 3),
             "peak_gpu_memory_mb": _peak(peak.mib(), meta),
-            "compiled": step.compiled,
+            "compiled": _same(each.get("compiled") for each in attempts),
         }
         ended = datetime.now(UTC).isoformat(timespec="seconds")
         runs.write_json(
@@ -118,6 +119,12 @@ def train(
 
 def _given(frames: object) -> str:
     return "without frames" if frames is None else "with frames"
+
+
+def _same(values: Iterable[bool | None]) -> bool | None:
+    """What they all are; None where they differ."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
 
 
 def _peak(now: int | None, before: dict[str, Any]) -> int | None:

@@ -193,7 +193,7 @@ def _write(
         with writing(path, "give another file"), atomic(path) as partial, partial.open("wb") as file:
             np.savez(file, images=images, picture=numbers[order].numpy())
     write_table(Path(asked.out), ("picture", "kept", "like", "cosine"), lines)
-    alike = (found.cosine >= asked.alike - likeness.ROUNDING).cpu()
+    alike = (found.cosine >= likeness.least(asked.alike)).cpu()
     return Found(
         seen=len(kept),
         kept=len(memory),

@@ -48,6 +48,8 @@ class Job:
     keep: bool
     quiet: bool
     """No progress bars: several processes would write over each other."""
+    at_once: int = 1
+    """As many of these processes as there are runs for."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def _clean_up() -> bool:
 
 
 def _execute(planned: Planned, job: Job, folder: Path, clock: Clock) -> Outcome:
-    config = _on_this_machine(planned.config, folder, job.jobs)
+    config = _on_this_machine(planned.config, folder, job.at_once)
     console = Console(file=open(os.devnull, "w")) if job.quiet else Console(stderr=True)  # noqa: SIM115
     started = (folder / runs.CONFIG).is_file()
     try:
@@ -126,10 +128,10 @@ def _execute(planned: Planned, job: Job, folder: Path, clock: Clock) -> Outcome:
     return Outcome(planned, "finished", values=values)
 
 
-def _on_this_machine(config: TrainConfig, folder: Path, jobs: int) -> TrainConfig:
+def _on_this_machine(config: TrainConfig, folder: Path, at_once: int) -> TrainConfig:
     compiled = config.compile
-    if compiled is None and jobs > 1:
-        compiled = worth_compiling(config.steps or 0, resolve_device(config.device), at_once=jobs)
+    if compiled is None and at_once > 1 and config.steps is not None:
+        compiled = worth_compiling(config.steps, resolve_device(config.device), at_once=at_once)
     return dataclasses.replace(config, out=str(folder), compile=compiled)
 
 

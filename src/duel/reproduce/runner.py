@@ -109,7 +109,8 @@ def reproduce(
     if dry_run:
         return Done(len(plan) - len(todo), len(plan), 0, False)
     until = None if minutes is None else began + 60 * minutes
-    job = Job(Path(out), Path(work), until, jobs, keep, quiet=jobs > 1 or not console.is_terminal)
+    quiet = jobs > 1 or not console.is_terminal
+    job = Job(Path(out), Path(work), until, jobs, keep, quiet, at_once=min(jobs, len(todo)))
     ends: Counter[str] = Counter()
     with keep_sources():
         _find_data(todo)
