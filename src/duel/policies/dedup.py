@@ -23,12 +23,12 @@ class Dedup(Ageless):
     """A sample of what looks different: near-copies are told by a threshold, and no duel is fought.
 
     A newcomer is a copy if its cosine with an item that is no copy, and is held or came earlier in the same update, is
-    `alike` or more (or a millionth less): so of a scene that changes slowly more than one frame is no copy. Items that are no copies come before copies; among equals a number stays or goes that every item
-    has of its own, a hash of `seed` and its vector as it came, the lowest staying (bottom-k sampling: Cohen 1997). So
-    how often the very same vector comes does not matter, and it is held once; how often near-copies come does, since
-    each has a number of its own, and as long as none of them is held any may enter. Copies fill what slots there are
-    too few different items for. Which items are copies is told when they come, and of the first ones when the memory
-    becomes full.
+    `alike` or more (or a millionth less): so of a scene that changes slowly more than one frame is no copy. Items that
+    are no copies come before copies; among equals a number stays or goes that every item has of its own, a hash of
+    `seed` and its vector as it came, the lowest staying (bottom-k sampling: Cohen 1997). So how often the very same
+    vector comes does not matter, and it is held once; how often near-copies come does, since each has a number of its
+    own, and as long as none of them is held any may enter. Copies fill what slots there are too few different items
+    for. Which items are copies is told when they come, and of the first ones when the memory becomes full.
 
     Args:
         alike: cosine of two that are copies, above 0 and at most 1.
