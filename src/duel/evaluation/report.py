@@ -22,6 +22,8 @@ _RATES = {
     "probe_standardised": "linear probe, standardised",
     "few_shot": "nearest centroid",
 }
+_FAR = 0.1
+"""Between two linear probes: the lower one has not got to where it could."""
 _NUMBERS = {
     "intra_class_cosine": "intra-class cosine",
     "inter_class_cosine": "inter-class cosine",
@@ -53,6 +55,8 @@ def table(result: dict[str, Any], *, title: str = "Evaluation") -> Table:
             "The linear probe has not fitted: it is right about its training images less often than k-NN about test "
             "images. The one on standardised features says more."
         )
+    elif result.get("probe_standardised", 0.0) > result["probe"] + _FAR:
+        notes.append("The linear probe is far below that on standardised features, which says more.")
     if 2 * result["used"]["k"] > result["images"]["train"]:
         notes.append(f"k-NN: most of the {result['images']['train']} training images vote, which says little.")
     made.caption = " ".join(notes) or None

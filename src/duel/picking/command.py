@@ -67,10 +67,16 @@ class Pick:
         if found.images is not None:
             print(f"the kept images: {found.images}")
         like = f"like another that is kept (cosine {self.alike:g} or more)"
-        left = "" if found.alike_left is None else f"{found.alike_left:,} of the {found.left:,} left out are {like}; "
-        print(f"{left}{found.alike_kept:,} of those kept are{f' {like}' if not left else ''}")
+        kept = f"{found.alike_kept:,} of the {found.kept:,} kept"
+        if found.alike_left is None:
+            print(f"{kept} are {like}")
+        else:
+            print(f"{found.alike_left:,} of the {found.left:,} left out are {like}, and {kept}")
         if found.alike_kept:
-            print(f"no two alike among {found.different:,} of those kept: --keep {found.different} would do")
+            print(
+                f"no two alike among {found.different:,} of those kept: --keep {found.different} may do, "
+                f"if a cosine of {self.alike:g} means alike (--alike)"
+            )
         return 0
 
     def _check(self) -> None:
