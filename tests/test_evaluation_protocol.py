@@ -280,6 +280,10 @@ def test_a_probe_that_has_not_fitted_is_said(result):
     assert "has not fitted" not in caption(probe_train=result["knn"] - 0.01)
     assert "diverged" in caption(probe_train=0.0, probe_diverged=True)
     assert "has not fitted" not in caption(probe_train=0.0, probe_diverged=True)
+    far = "far below that on standardised features"
+    assert far not in caption(probe=0.5, probe_standardised=0.59)
+    assert far in caption(probe=0.5, probe_standardised=0.61)
+    assert far not in caption(probe=0.5, probe_standardised=0.61, probe_train=0.0)  # said otherwise
 
 
 OTHERS = {
