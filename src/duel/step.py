@@ -112,8 +112,7 @@ class TrainingStep:
             momentum=config.momentum,
         )
         self.images_encoded = 0
-        compiled = worth_compiling(self.steps, device) if config.compile is None else config.compile
-        self.compiled = compiled
+        self.compiled = compiled = worth_compiling(self.steps, device) if config.compile is None else config.compile
         how: dict[str, Any] = {"dynamic": False}  # batches come in two or three sizes
         if compiled:
             limits = torch._dynamo.config  # recompile_limit, by the name that torch 2.6 knows too

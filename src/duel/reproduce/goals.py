@@ -152,7 +152,7 @@ def _affordable(evidence: Evidence) -> Verdict:
         if not seconds:
             return Verdict("not yet measured", f"no GPU-seconds of {ROWS[row].label}")
         training[ROWS[row].label] = sum(seconds) / len(seconds)
-        runs = [run for runs in by_data for run in runs]
+        runs = list(itertools.chain.from_iterable(by_data))
         beside += sum(_mean_of_device(runs, name) for name in ("filling_seconds", "evaluation_seconds"))
     total, trained = (
         len(table.data) * seconds / 60 for seconds in (sum(training.values()) + beside, sum(training.values()))
@@ -161,8 +161,8 @@ def _affordable(evidence: Evidence) -> Verdict:
     return Verdict(
         "holds" if total <= MINUTES else "does not hold",
         f"{total:.1f} for {len(table.data) * len(training)} runs{' made together' if whole else ', by means'}, "
-        "which shared the GPU, filling and evaluation "
-        f"included and starting not; training alone {trained:.1f}, a run of {each}",
+        "which shared the GPU, filling and evaluation included and starting not; "
+        f"training alone {trained:.1f}, a run of {each}",
     )
 
 
@@ -273,8 +273,8 @@ BY_PIXELS: tuple[Claim, ...] = tuple(
             _than_plain(row, GRIDS["thumbnails"].data, "not below"),
         ),
         Claim(
-            f"{label} by thumbnails is above {ROWS[ROWS[row].plain].label} at "
-            "×27, drawn and as frames: linear probe, Top-1 (test to train), 5-shot",
+            f"{label} by thumbnails is above {ROWS[ROWS[row].plain].label} at ×27, drawn and as frames: linear probe, "
+            "Top-1 (test to train), 5-shot",
             _than_plain(row, WORST_KINDS, "above"),
         ),
         Claim(

@@ -53,6 +53,8 @@ class Grid:
     """Rows that are run on balanced data too, for the gap to it."""
     seeds: int = 0
     """As many at least, where the scale has them."""
+    new: tuple[str, ...] = ()
+    """Without a run of one of these the page does not show it: another grid has the rest."""
 
     def runs(self) -> list[tuple[Data, str]]:
         """Kinds of data and rows, what matters most first: the largest bias, then balanced data, then the rest."""
@@ -93,6 +95,7 @@ GRIDS: Mapping[str, Grid] = {
         "ours with a memory that nothing is encoded for",
         _each("{}", "d-{}-ours", "d-{}-pixels"),
         DRAWN,
+        new=_each("d-{}-pixels"),
     ),
     "ablation": Grid(
         "score functions at ×27",

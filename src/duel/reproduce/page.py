@@ -128,10 +128,9 @@ class Section:
     def shows(self, *grids: str) -> bool:
         """Of the scale as it is all that there is to run; of a variation, and of a scale that is run in part, tables of
         which half the rows have been run, and as many more as it takes to show every run."""
-        if grids == ("thumbnails",) and not any(
-            self.evidence.runs(row, d) for row in goals.PIXELS.values() for d in DRAWN
-        ):
-            return False  # its other rows are in table 2
+        for grid in map(GRIDS.__getitem__, grids):
+            if grid.new and not any(self.evidence.runs(row, data) for row in grid.new for data in grid.data):
+                return False
         return (self.own and not self.evidence.scale.in_part) or grids in self._tables
 
     @cached_property
